@@ -1,0 +1,1 @@
+"""Tensor x pipeline x data parallelism for an unmodified LightningModule."""

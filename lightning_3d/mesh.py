@@ -1,0 +1,141 @@
+"""WHICH rank?  Layout -> coordinates, groups, DeviceMesh: the only rank arithmetic.
+
+Order of axes (outermost first): dp, pp, cp, tp. Tensor-parallel peers have neighbouring ranks and so share a machine.
+The pipeline coordinate is *reversed*: the last stage holds the lowest ranks, so global rank 0 is where the loss is,
+and with it everything Lightning does on rank zero (loggers, progress bar, returned predictions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.comm import Communicator, Ledger, ProcessCommunicator
+from lightning_3d.layout import AXES, Layout
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Where a rank stands: `pp` is the stage, 0 is the first part of the model."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+def rank_of(layout: Layout, at: Coordinate) -> int:
+    """The global rank at a coordinate."""
+    reversed_stage = layout.pp - 1 - at.pp
+    return ((at.dp * layout.pp + reversed_stage) * layout.cp + at.cp) * layout.tp + at.tp
+
+
+def coordinate_of(layout: Layout, rank: int) -> Coordinate:
+    """The coordinate of a global rank."""
+    rest, tp = divmod(rank, layout.tp)
+    rest, cp = divmod(rest, layout.cp)
+    dp, reversed_stage = divmod(rest, layout.pp)
+    return Coordinate(dp, layout.pp - 1 - reversed_stage, cp, tp)
+
+
+def coordinates(layout: Layout) -> Iterator[Coordinate]:
+    """All coordinates, dp outermost."""
+    for dp, pp, cp, tp in product(range(layout.dp), range(layout.pp), range(layout.cp), range(layout.tp)):
+        yield Coordinate(dp, pp, cp, tp)
+
+
+class Mesh:
+    """This rank's place in the layout and its communicators.
+
+    Making one is collective over all ranks: every group is created on every rank, in one order.
+
+    Args:
+        layout: The sizes; `layout.world_size` must be the number of processes.
+        device: This rank's device (on CUDA it must already be the current device).
+        timeout: How long a collective may wait before the process group gives up.
+        ledger: Counts the communication of all axes.
+
+    Attributes:
+        tensor: Communicator over tp.
+        data: Communicator over dp.
+        pipeline: Communicator over pp; `peer(stage)` is a stage's index in it, the last stage has index 0.
+        forward, backward: Point-to-point communicators over pp, one per direction (NCCL runs the operations of one
+            communicator in order, so activations and gradients must not share one).
+        replica: Communicator over all ranks that hold one copy of the model; index 0 is on the last stage.
+        world: Communicator over all ranks.
+        device_mesh: `DeviceMesh` with axes dp, pp, cp, tp; its pp coordinate counts from the last stage.
+    """
+
+    def __init__(
+        self, layout: Layout, device: torch.device, timeout: timedelta | None = None, ledger: Ledger | None = None
+    ) -> None:
+        layout.check_world_size(dist.get_world_size())
+        self.layout, self.device, self.timeout = layout, device, timeout
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.rank = dist.get_rank()
+        self.at = coordinate_of(layout, self.rank)
+        lines = {axis: self._lines([axis], axis) for axis in AXES}
+        self.tensor, self.data, self.pipeline = lines["tp"], lines["dp"], lines["pp"]
+        self.context = lines["cp"]
+        if layout.pp > 1:
+            self.forward, self.backward = self._lines(["pp"], "pp"), self._lines(["pp"], "pp")
+        else:
+            self.forward = self.backward = self.pipeline
+        self.replica = self._lines(["pp", "cp", "tp"], "replica")
+        assert dist.group.WORLD is not None
+        self.world = ProcessCommunicator("world", dist.group.WORLD, device, self.ledger)
+        self._holders: dict[tuple[int, ...], Communicator] = {}
+        self.device_mesh = DeviceMesh.from_group(
+            [lines[axis].group for axis in AXES],
+            device.type,
+            mesh=torch.arange(layout.world_size).view([getattr(layout, axis) for axis in AXES]),
+            mesh_dim_names=AXES,
+        )
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.layout.pp - 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    def holders(self, stages: tuple[int, ...]) -> Communicator:
+        """Communicator over the given stages at this (dp, cp, tp), for parameters that several stages use.
+
+        Collective over all ranks the first time a set of stages is asked for, in the same order everywhere; ranks of
+        other stages get an axis of size one.
+        """
+        if stages not in self._holders:
+            mine = self._groups(["pp"], "pp", stages)
+            self._holders[stages] = mine or Communicator("pp", ledger=self.ledger)
+        return self._holders[stages]
+
+    def peer(self, stage: int) -> int:
+        """Index of a stage in `pipeline`, `forward` and `backward` (groups are in order of global rank)."""
+        return self.layout.pp - 1 - stage
+
+    def _lines(self, axes: list[str], name: str) -> ProcessCommunicator:
+        """Make a group for every line along `axes` (all ranks that agree in the other axes); return this rank's."""
+        mine = self._groups(axes, name, tuple(range(self.layout.pp)))
+        assert mine is not None
+        return mine
+
+    def _groups(self, axes: list[str], name: str, stages: tuple[int, ...]) -> ProcessCommunicator | None:
+        members: dict[tuple[int, ...], list[int]] = {}
+        for at in coordinates(self.layout):
+            if at.pp in stages:
+                key = tuple(getattr(at, axis) for axis in AXES if axis not in axes)
+                members.setdefault(key, []).append(rank_of(self.layout, at))
+        mine: ProcessCommunicator | None = None
+        for ranks in members.values():
+            group = dist.new_group(sorted(ranks), timeout=self.timeout)
+            if self.rank in ranks:
+                mine = ProcessCommunicator(name, group, self.device, self.ledger)
+        return mine

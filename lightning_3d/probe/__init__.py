@@ -1,0 +1,9 @@
+"""WHAT does one step do?  Run the user's step once, with fake parameters and real batch values; leave no trace."""
+
+from lightning_3d.probe.agree import agree
+from lightning_3d.probe.fake import FakeParameters
+from lightning_3d.probe.intercept import intercept_functions
+from lightning_3d.probe.reads import VALUE_READS, Answers, retry
+from lightning_3d.probe.state import ModuleState
+
+__all__ = ["VALUE_READS", "Answers", "FakeParameters", "ModuleState", "agree", "intercept_functions", "retry"]
