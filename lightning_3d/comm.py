@@ -19,6 +19,9 @@ from torch import Tensor
 
 Reduction = Literal["sum", "max", "min"]
 T = TypeVar("T")
+# torch 2.13 renames them; 2.11 has only the old names
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -215,7 +218,7 @@ class ProcessCommunicator(Communicator):
         if self.size == 1:
             return super().all_gather_start(out, shard)
         self._count("all_gather", out)
-        return _work(dist.all_gather_into_tensor(out, shard, group=self.group, async_op=True))
+        return _work(_all_gather_single(out, shard, group=self.group, async_op=True))
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         if self.size == 1:
@@ -231,7 +234,7 @@ class ProcessCommunicator(Communicator):
         self._count("reduce_scatter", full)
         if self._native_reduce_scatter:
             shard = full.new_empty(full.numel() // self.size)
-            work = _work(dist.reduce_scatter_tensor(shard, full, group=self.group, async_op=True))
+            work = _work(_reduce_scatter_single(shard, full, group=self.group, async_op=True))
             return PendingShard(work, lambda: shard)
         parts = torch.empty_like(full)
         work = _work(dist.all_to_all_single(parts, full, group=self.group, async_op=True))
@@ -283,4 +286,4 @@ def _pack(value: Any) -> Tensor:
 
 
 def _unpack(data: Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes())  # noqa: S301  (written by our own ranks)
+    return pickle.loads(data.cpu().numpy().tobytes())

@@ -106,7 +106,7 @@ class Layout:
         """
         if world_size % self.replica_size:
             sizes = f"tensor {self.tp} x pipeline {self.pp}" + (f" x context {self.cp}" if self.cp > 1 else "")
-            fitting = [n for n in range(self.replica_size, world_size + self.replica_size, self.replica_size)]
+            fitting = list(range(self.replica_size, world_size + self.replica_size, self.replica_size))
             raise LayoutError(
                 f"{world_size} processes cannot be divided into model replicas of {self.replica_size} ({sizes}): "
                 f"{world_size} is not a multiple of {self.replica_size}. Run on {' or '.join(map(str, fitting[-2:]))} "

@@ -69,6 +69,7 @@ class Mesh:
             communicator in order, so activations and gradients must not share one).
         replica: Communicator over all ranks that hold one copy of the model; index 0 is on the last stage.
         world: Communicator over all ranks.
+        control: Communicator over dp whose tensors live on the CPU (flags that Python decides on).
         device_mesh: `DeviceMesh` with axes dp, pp, cp, tp; its pp coordinate counts from the last stage.
     """
 
@@ -90,6 +91,10 @@ class Mesh:
         self.replica = self._lines(["pp", "cp", "tp"], "replica")
         assert dist.group.WORLD is not None
         self.world = ProcessCommunicator("world", dist.group.WORLD, device, self.ledger)
+        if device.type == "cpu":
+            self.control = ProcessCommunicator("control", self.data.group, device, self.ledger)
+        else:
+            self.control = self._lines(["dp"], "control", backend="gloo")
         self._holders: dict[tuple[int, ...], Communicator] = {}
         self.device_mesh = DeviceMesh.from_group(
             [lines[axis].group for axis in AXES],
@@ -121,13 +126,15 @@ class Mesh:
         """Index of a stage in `pipeline`, `forward` and `backward` (groups are in order of global rank)."""
         return self.layout.pp - 1 - stage
 
-    def _lines(self, axes: list[str], name: str) -> ProcessCommunicator:
+    def _lines(self, axes: list[str], name: str, backend: str | None = None) -> ProcessCommunicator:
         """Make a group for every line along `axes` (all ranks that agree in the other axes); return this rank's."""
-        mine = self._groups(axes, name, tuple(range(self.layout.pp)))
+        mine = self._groups(axes, name, tuple(range(self.layout.pp)), backend)
         assert mine is not None
         return mine
 
-    def _groups(self, axes: list[str], name: str, stages: tuple[int, ...]) -> ProcessCommunicator | None:
+    def _groups(
+        self, axes: list[str], name: str, stages: tuple[int, ...], backend: str | None = None
+    ) -> ProcessCommunicator | None:
         members: dict[tuple[int, ...], list[int]] = {}
         for at in coordinates(self.layout):
             if at.pp in stages:
@@ -135,7 +142,8 @@ class Mesh:
                 members.setdefault(key, []).append(rank_of(self.layout, at))
         mine: ProcessCommunicator | None = None
         for ranks in members.values():
-            group = dist.new_group(sorted(ranks), timeout=self.timeout)
+            group = dist.new_group(sorted(ranks), timeout=self.timeout, backend=backend)
             if self.rank in ranks:
-                mine = ProcessCommunicator(name, group, self.device, self.ledger)
+                device = torch.device("cpu") if backend == "gloo" else self.device
+                mine = ProcessCommunicator(name, group, device, self.ledger)
         return mine

@@ -65,7 +65,7 @@ def run_distributed(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     results: Any = context.Queue()
     settings = {
         "MASTER_ADDR": "127.0.0.1",

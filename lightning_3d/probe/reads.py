@@ -10,12 +10,15 @@ from torch import Tensor
 
 R = TypeVar("R")
 
-VALUE_READS: frozenset[Any] = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        "__repr__ __format__ item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __array__ __contains__"
-    ).split()
-) | {torch.equal, torch.allclose, torch.is_nonzero}
+_READ_METHODS = (
+    *("__repr__", "__format__", "item", "tolist", "numpy", "__bool__", "__int__"),
+    *("__float__", "__complex__", "__index__", "__array__", "__contains__"),
+)
+VALUE_READS: frozenset[Any] = frozenset(getattr(Tensor, name) for name in _READ_METHODS) | {
+    torch.equal,
+    torch.allclose,
+    torch.is_nonzero,
+}
 """Torch functions whose result is a Python value that depends on the data of a tensor."""
 
 _BOOLS = {"__bool__", "equal", "allclose", "is_nonzero", "__contains__"}
@@ -74,6 +77,6 @@ def retry(run: Callable[[Answers], R], fatal: tuple[type[BaseException], ...] = 
         except Exception as error:
             first = first or error
             for i in range(len(answers.given) - 1, len(preset) - 1, -1):
-                todo.append(answers.given[:i] + [not answers.given[i]])
+                todo.append([*answers.given[:i], not answers.given[i]])
     assert first is not None
     raise first

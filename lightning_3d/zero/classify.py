@@ -1,0 +1,93 @@
+"""WHAT may an optimizer be given a part of?  Found out by an experiment, not by its name.
+
+One toy step on two whole tensors is compared with steps on each tensor alone and on halves of the tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Kind = Literal["elementwise", "whole", "coupled"]
+"""elementwise: works on any range of a flattened parameter; whole: needs whole parameters (Adafactor, Muon, LAMB);
+coupled: one parameter's update depends on another's (LBFGS), so it cannot be sharded at all."""
+
+
+def classify(optimizer: Optimizer) -> Kind:
+    """The kind of an optimizer, the most demanding one over its parameter groups.
+
+    Args:
+        optimizer: Any optimizer; it is not changed (copies with toy parameters take the steps).
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "coupled"
+    kinds = set()
+    for group in optimizer.param_groups:
+        # an optimizer may treat matrices and vectors differently, so one of each kind takes part
+        shapes = {p.ndim: tuple(min(4 if i else 6, n) for i, n in enumerate(p.shape)) for p in group["params"]}
+        kinds |= {_classify_shape(optimizer, group, shape) for shape in shapes.values() if shape}
+    if "coupled" in kinds:
+        return "coupled"
+    return "whole" if "whole" in kinds else "elementwise"
+
+
+def _classify_shape(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> Kind:
+    dtype = torch.float32 if group.get("fused") else torch.float64
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-12
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda: torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
+    weights, gradients = [draw(), draw()], [[draw(), draw()] for _ in range(2)]
+
+    def run(split: Callable[[Sequence[Tensor]], list[list[Tensor]]]) -> list[Tensor]:
+        return _toy_steps(optimizer, group, split(weights), [split(g) for g in gradients])
+
+    def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+        return all(torch.allclose(x, y, rtol=tolerance, atol=0) for x, y in zip(a, b, strict=True))
+
+    together = run(lambda t: [list(t)])
+    try:
+        if not equal(together, run(lambda t: [[t[0]], [t[1]]])):
+            return "coupled"
+    except Exception:  # the experiment itself is the question: an optimizer that cannot run alone is coupled
+        return "coupled"
+    numel = weights[0].numel()
+    if numel == 1:
+        return "elementwise"
+    cut = max(numel // 3, 1)
+    try:
+        halves = run(lambda t: [[x.flatten()[:cut] for x in t], [x.flatten()[cut:] for x in t]])
+        joined = [torch.cat([halves[i], halves[i + 2]]).view(shape) for i in range(2)]
+        return "elementwise" if equal(together, joined) else "whole"
+    except Exception:  # an optimizer that refuses 1-D parts (Muon) needs the whole matrix
+        return "whole"
+
+
+def _toy_steps(
+    optimizer: Optimizer, group: dict[str, Any], weights: list[list[Tensor]], gradients: list[list[list[Tensor]]]
+) -> list[Tensor]:
+    """Two steps by one copy of the optimizer per list in `weights`; the resulting weights in order."""
+    out: list[Tensor] = []
+    for index, part in enumerate(weights):
+        toy = copy.copy(optimizer)
+        toy.state = collections.defaultdict(dict)
+        toy._optimizer_step_pre_hooks = collections.OrderedDict()
+        toy._optimizer_step_post_hooks = collections.OrderedDict()
+        parameters = [nn.Parameter(w.clone()) for w in part]
+        rate = group.get("lr")
+        toy.param_groups = [{**group, "params": parameters, "lr": rate if isinstance(rate, (int, float)) else 1e-2}]
+        if toy.param_groups[0].get("lr") == 0:  # a warm-up that starts at zero would make every optimizer look alike
+            toy.param_groups[0]["lr"] = 1e-2
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step[index], strict=True):
+                parameter.grad = gradient.clone()
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                type(optimizer).step(toy)  # the class's: a scheduler wraps the instance's
+        out += [p.detach() for p in parameters]
+    return out

@@ -1,0 +1,327 @@
+"""WHEN is a gradient reduced, published, and a parameter gathered?  The state machine around the buckets.
+
+    begin() -> (backward)* -> finish() -> publish() -> optimizer.step -> parameters gathered
+
+Hooks on the parameters take each gradient as it is ready. With `reducing` on, a bucket's reduction starts as soon as
+its last gradient is there, so it overlaps the rest of the backward. Buckets are launched in one fixed order on all
+ranks: that of the gradient that comes last in each (parameters registered first get their gradient last).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.comm import Communicator
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.zero.bucket import Bucket, Piece, Slot
+from lightning_3d.zero.classify import classify
+
+
+class Zero:
+    """Reduces gradients over the data-parallel axis and shards the optimizers' state (ZeRO stages 0 and 1).
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Collectives per
+    optimizer step over dp: stage 0 all-reduces all gradients, stage 1 reduce-scatters them and all-gathers the new
+    parameters; both send 2 (n-1)/n of the parameters' bytes per rank. One byte per parameter goes over `control`.
+
+    Args:
+        optimizers: The user's optimizers. In stage 1 their groups hold `Piece`s afterwards, at the same places.
+        parameters: Name -> parameter, all this rank holds, in the module's order.
+        names: `id(parameter)` -> name for every parameter of the module, also those other stages hold.
+        counted: Names of the parameters this rank counts in norms.
+        stage: 0 or 1.
+        data: The data-parallel axis.
+        control: The same axis on the CPU, for flags that Python needs.
+        shared: (axis over the holders, names) of parameters several pipeline stages use.
+        publish_later: The backward runs before Lightning zeroes gradients (pipeline), so they are kept apart from
+            `.grad` until `publish`.
+        bucket_bytes: Size at which a bucket is closed.
+        in_flight: Reductions that may be under way at once (each keeps a full-size gradient buffer).
+
+    Raises:
+        ConfigurationError: An optimizer couples its parameters, or holds tensors that are not the module's.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        parameters: Mapping[str, nn.Parameter],
+        names: Mapping[int, str],
+        *,
+        counted: set[str],
+        stage: int,
+        data: Communicator,
+        control: Communicator,
+        shared: Sequence[tuple[Communicator, Sequence[str]]] = (),
+        publish_later: bool = False,
+        bucket_bytes: int = 4 << 20,
+        in_flight: int = 3,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.data, self._control = data, control
+        self.stage = stage if data.size > 1 else 0
+        self._names, self._counted = dict(names), counted
+        self._order = {id(p): i for i, p in enumerate(parameters.values())}
+        self._held_names = {id(p): n for n, p in parameters.items()}
+        self._holders = {name: axis for axis, group in shared for name in group}
+        # with one replica and no pipeline a gradient is final where autograd puts it
+        self.passive = data.size == 1 and not publish_later
+        self._bucket_bytes, self._in_flight = bucket_bytes, in_flight
+        self.buckets: list[Bucket] = []
+        self.slots: dict[nn.Parameter, Slot] = {}
+        self._of_optimizer: dict[Optimizer, list[Bucket]] = defaultdict(list)
+        self._kinds: dict[Optimizer, str] = {}
+        self._pool: list[Tensor] = []
+        self._flying: list[Bucket] = []
+        self._next = 0
+        self.reducing = False
+        self.gradient_bytes = self.gradient_peak = 0
+        self.group_names: dict[Optimizer, list[list[str]]] = {}
+        for optimizer in self.optimizers:
+            self._take_over(optimizer)
+
+    # -- optimizers
+    def _take_over(self, optimizer: Optimizer) -> None:
+        self._kinds[optimizer] = classify(optimizer) if self.stage else "elementwise"
+        if self._kinds[optimizer] == "coupled":
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} updates one parameter by looking at others (or re-evaluates the model), "
+                f"so its state cannot be divided over {self.data.size} data-parallel ranks. Use zero_stage=0."
+            )
+        self._adopt(optimizer)
+        if self.stage:
+            optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Give every trainable parameter of the groups that is not ours yet a place in a bucket.
+
+        Also after `add_param_group`, and for parameters unfrozen later (a frozen one stays as it is until then).
+        What other pipeline stages hold leaves the groups; `group_names` remembers it.
+        """
+        self._record_names(optimizer)
+        for group in optimizer.param_groups:
+            group["params"][:] = [p for p in group["params"] if isinstance(p, Piece) or id(p) in self._held_names]
+        if self.passive:
+            return
+        new = [p for g in optimizer.param_groups for p in g["params"] if self._is_new(p)]
+        runs: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        for parameter in sorted(new, key=lambda p: -self._order[id(p)]):
+            holders = self._holders.get(self._held_names[id(parameter)])
+            runs[parameter.dtype, parameter.device, id(holders) if holders else None].append(parameter)
+        for run in runs.values():
+            self._of_optimizer[optimizer] += self._cut_into_buckets(optimizer, run)
+        self.buckets.sort(key=lambda b: (b.holders is not None, -min(self._order[id(s.parameter)] for s in b.slots)))
+        for group in optimizer.param_groups:
+            self._replace_by_pieces(optimizer, group)
+        self._arm()
+
+    def _replace_by_pieces(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        before = list(group["params"])
+        group["params"][:] = [self.slots[p].held if p in self.slots else p for p in before]
+        for old, now in zip(before, group["params"], strict=True):
+            if old is not now and old in optimizer.state:
+                state = optimizer.state.pop(old)
+                optimizer.state[now] = {key: _cut(self.slots[old], value) for key, value in state.items()}
+        # torch picks foreach by exact type, which a Piece is not
+        on_cuda = self.stage and group["params"] and group["params"][0].is_cuda
+        if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+    def _record_names(self, optimizer: Optimizer) -> None:
+        """Names of all parameters of every group, in order, as one process would number them."""
+        known = self.group_names.setdefault(optimizer, [])
+        for index, group in enumerate(optimizer.param_groups):
+            if index < len(known):
+                continue
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is not a "
+                        "parameter of the LightningModule, so its gradient would not be reduced. Register it: "
+                        "self.name = nn.Parameter(...)."
+                    )
+            known.append([self._names[id(p)] for p in group["params"]])
+
+    def _is_new(self, parameter: nn.Parameter) -> bool:
+        if self.passive:
+            return id(parameter) not in self._held_names
+        return parameter.requires_grad and not isinstance(parameter, Piece) and parameter not in self.slots
+
+    def _cut_into_buckets(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        made: list[Bucket] = []
+        run: list[nn.Parameter] = []
+        for parameter in [*parameters, None]:
+            full = run and (parameter is None or sum(p.nbytes for p in run) + parameter.nbytes > self._bucket_bytes)
+            if full:
+                named = [(n := self._held_names[id(p)], p, n in self._counted) for p in run]
+                bucket = Bucket(
+                    named,
+                    self.data,
+                    sharded=self.stage > 0,
+                    whole=self._kinds[optimizer] == "whole",
+                    holders=self._holders.get(named[0][0]),
+                )
+                made.append(bucket)
+                run = []
+            if parameter is not None:
+                run.append(parameter)
+        for bucket in made:
+            for slot in bucket.slots:
+                self.slots[slot.parameter] = slot
+                slot.parameter.register_post_accumulate_grad_hook(lambda _, s=slot: self._on_gradient(s))
+        self.buckets += made
+        return made
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """All-gather the new parameters, in the order the next forward needs them."""
+        buckets = self._of_optimizer[optimizer]
+        for bucket in reversed(buckets):
+            bucket.gather_start()
+        for bucket in reversed(buckets):
+            bucket.gather_wait()
+
+    # -- gradients
+    def begin(self) -> None:
+        """Before a forward that a backward will follow: take over parameters that are new or newly trainable."""
+        for optimizer in self.optimizers:
+            if any(self._is_new(p) for group in optimizer.param_groups for p in group["params"]):
+                self._adopt(optimizer)
+
+    def set_aside(self, keep: bool) -> None:
+        """Clear the module's `.grad` before a pipeline schedule, which runs ahead of Lightning's `zero_grad`.
+
+        Args:
+            keep: Somebody looks at the old gradients when they are zeroed: `put_back` them after the schedule. This
+                costs a second gradient buffer in stage 0; otherwise its memory is used again at once.
+        """
+        for bucket in self.buckets:
+            if not bucket.sharded and keep and bucket.gradients is None:
+                bucket.published = None
+            for slot in bucket.slots:
+                slot.aside = slot.parameter.grad if keep and not bucket.sharded else None
+                if not bucket.sharded:
+                    slot.parameter.grad = None
+
+    def put_back(self) -> None:
+        """Show again what `set_aside` kept."""
+        for slot in self.slots.values():
+            if slot.aside is not None:
+                slot.parameter.grad, slot.aside = slot.aside, None
+
+    def start_reducing(self) -> None:
+        """The backward that follows is the last before `finish`: reduce each bucket as it fills."""
+        self._arm()
+        self.reducing = True
+
+    def _arm(self) -> None:
+        self._next = 0
+        for slot in self.slots.values():
+            slot.fired = False
+
+    def _on_gradient(self, slot: Slot) -> None:
+        bucket = slot.bucket
+        if self.reducing and bucket.flight is not None:
+            raise RuntimeError(
+                f"parameter {slot.name!r} got a second gradient in one backward, after the first was reduced. "
+                "Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False)."
+            )
+        bucket.write(slot, self._take)
+        slot.fired = True
+        if self.reducing:
+            while self._next < len(self.buckets):
+                bucket = self.buckets[self._next]
+                if bucket.holders is not None or not all(s.fired or not _expects(s) for s in bucket.slots):
+                    break
+                self._launch(bucket)
+                self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch(self._take)
+        self._flying.append(bucket)
+
+    def finish(self) -> None:
+        """After the last backward: launch what is left and wait for what is under way. The sums become pending.
+
+        Collectives: see the class; every rank of the axis calls it, also one whose backward gave no gradient.
+        """
+        if self.passive:
+            return
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        self._exchange_used()
+        for bucket in self._flying:
+            bucket.land(self._give)
+        self._flying.clear()
+        self.gradient_bytes -= sum(buffer.nbytes for buffer in self._pool)
+        self._pool.clear()
+        self.reducing = False
+        self._arm()
+
+    def publish(self, factor: float | Tensor = 1.0) -> None:
+        """Add `factor` times the pending gradients to `.grad` of what the optimizers hold."""
+        for bucket in self.buckets:
+            bucket.publish(factor)
+
+    def _exchange_used(self) -> None:
+        """A parameter counts as used when any rank used it; the others then add zeros to the mean."""
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        if not slots:
+            return
+        flags = torch.tensor([slot.used for slot in slots], dtype=torch.uint8)
+        shared: dict[int, tuple[Communicator, list[int]]] = {}
+        for index, slot in enumerate(slots):
+            if slot.bucket.holders is not None:
+                shared.setdefault(id(slot.bucket.holders), (slot.bucket.holders, []))[1].append(index)
+        for holders, indices in shared.values():
+            device = getattr(holders, "device", torch.device("cpu"))
+            flags[indices] = holders.all_reduce(flags[indices].to(device), "max").cpu()
+        self._control.all_reduce(flags, "max")
+        for slot, used in zip(slots, flags.tolist(), strict=True):
+            slot.used = bool(used)
+
+    # -- buffers
+    def _take(self, bucket: Bucket) -> Tensor:
+        """A full-size gradient buffer: the bucket's own in stage 0, else from the pool, else new."""
+        if not bucket.sharded:
+            if bucket.published is None:
+                bucket.published = self._allocate(bucket)
+            return bucket.published
+        if self.reducing:
+            while len(self._flying) >= self._in_flight:
+                self._flying.pop(0).land(self._give)
+        for index, buffer in enumerate(self._pool):
+            if buffer.dtype == bucket.dtype and buffer.device == bucket.device and buffer.numel() >= bucket.numel:
+                return self._pool.pop(index)[: bucket.numel]
+        return self._allocate(bucket)
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self.gradient_bytes += buffer.nbytes
+        self.gradient_peak = max(self.gradient_peak, self.gradient_bytes)
+        return buffer
+
+    def _give(self, bucket: Bucket) -> None:
+        assert bucket.gradients is not None
+        base = bucket.gradients._base
+        self._pool.append(bucket.gradients if base is None else base)
+        bucket.gradients = None
+
+
+def _expects(slot: Slot) -> bool:
+    return slot.parameter.requires_grad
+
+
+def _cut(slot: Slot, value: Any) -> Any:
+    """This rank's part of a full-size state tensor; anything else as it is."""
+    if not isinstance(value, Tensor) or value.numel() != slot.numel or slot.held is slot.parameter:
+        return value
+    if slot.bucket.whole:
+        return value if slot.owned else value.new_empty(0)
+    part = value.detach().reshape(-1)[slot.low : slot.high].clone()
+    return part.view(slot.held.shape) if not slot.shape else part

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.observe import (
+    RankTrace,
+    Span,
+    StepTrace,
+    ascii_timeline,
+    bubble,
+    chrome_trace,
+    draw_losses,
+    draw_timeline,
+    ideal,
+    save_chrome_trace,
+    timeline_of,
+)
+from tests.observe.simulated import traces
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 4), (3, 2)])
+def test_equal_stages_give_the_bubble_of_the_formula(schedule: str, p: int, m: int) -> None:
+    found = bubble(timeline_of(traces(p, m, schedule=schedule)))
+    assert (found.stages, found.microbatches) == (p, m)
+    assert found.formula == pytest.approx((p - 1) / (m + p - 1))
+    assert found.mean == pytest.approx(found.formula, abs=1e-9)
+    assert found.per_stage == pytest.approx([found.formula] * p)
+
+
+def test_a_delay_makes_the_bubble_larger_and_ideal_removes_it() -> None:
+    slow = traces(2, 4)
+    late = [replace(s, start=s.start + 5, end=s.end + 5) for s in slow[0].steps[0].spans[-1:]]
+    slow[0].steps[0].spans[-1:] = late
+    timeline = timeline_of(slow)
+    assert timeline.seconds == pytest.approx(20)
+    assert bubble(timeline).per_stage == pytest.approx([8 / 20, 8 / 20])
+    assert bubble(ideal(timeline)).mean == pytest.approx(1 / 5)
+    assert ideal(timeline).seconds == pytest.approx(15)
+
+
+def test_overlapping_actions_count_once_and_waiting_is_idle() -> None:
+    spans = [Span("F", 0, 0, 0, 2), Span("F", 1, 0, 1, 3), Span("wait", 0, 0, 3, 9), Span("B", 0, 0, 9, 10)]
+    found = bubble(timeline_of([RankTrace(0, 0, steps=[StepTrace(0, spans=spans)])]))
+    assert found.mean == pytest.approx(0.6)
+
+
+def test_stages_are_averaged_over_their_ranks() -> None:
+    timeline = timeline_of(traces(2, 4, dp=2))
+    assert [lane.rank for lane in timeline.lanes] == [0, 1, 2, 3]
+    assert bubble(timeline).mean == pytest.approx(1 / 5)
+    assert [lane.rank for lane in timeline.replica(dp=1).lanes] == [2, 3]
+
+
+def test_the_step_of_median_length_is_the_default() -> None:
+    trace = RankTrace(0, 0, steps=[StepTrace(n, spans=[Span("F", 0, 0, 0, t)]) for n, t in enumerate([9.0, 1.0, 2.0])])
+    assert timeline_of([trace]).step == 2
+    assert timeline_of([trace], step=0).seconds == 9.0
+
+
+def test_a_step_that_was_not_recorded_by_every_rank_is_refused() -> None:
+    two = traces(2, 4)
+    with pytest.raises(ConfigurationError, match="step 9 was not recorded by every rank; recorded are 3"):
+        timeline_of(two, step=9)
+    two[1].steps = []
+    with pytest.raises(ConfigurationError, match="no 'train' step was recorded by all of the 2 ranks"):
+        timeline_of(two)
+
+
+def test_split_backwards_replay_too() -> None:
+    def stage(s: int, spans: list[Span]) -> RankTrace:
+        return RankTrace(s, s, steps=[StepTrace(0, spans=spans)])
+
+    first = [Span("F", 0, 0, 0, 1), Span("I", 0, 0, 5, 6), Span("W", 0, 0, 6, 7)]
+    last = [Span("F", 0, 1, 1, 2), Span("I", 0, 1, 2, 3), Span("W", 0, 1, 3, 4)]
+    assert ideal(timeline_of([stage(0, first), stage(1, last)])).seconds == pytest.approx(5)
+
+
+def test_an_incomplete_trace_cannot_be_replayed() -> None:
+    two = traces(2, 2)
+    two[1].steps[0].spans.pop(0)
+    with pytest.raises(ConfigurationError, match="incomplete"):
+        ideal(timeline_of(two))
+
+
+def test_ascii_shows_every_action_in_100_columns() -> None:
+    text = ascii_timeline(timeline_of(traces(4, 8)))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert text.isascii()
+    for stage in range(4):
+        assert lines[stage].startswith(f"stage {stage} rank {stage} |")
+        assert re.findall(r"[FB]\d", lines[stage]).__len__() == 16
+    assert lines[0].split("|")[1].startswith("F0")
+    assert lines[3].split("|")[1].startswith(".....")
+    assert "backward" in lines[-1]
+
+
+def test_ascii_refuses_a_width_that_shows_nothing() -> None:
+    with pytest.raises(ConfigurationError, match="width is 20"):
+        ascii_timeline(timeline_of(traces(2, 2)), width=20)
+
+
+def test_pictures_are_written(tmp_path) -> None:
+    png = draw_timeline(timeline_of(traces(2, 4)), tmp_path / "deep" / "pipeline.png", note="simulated")
+    svg = draw_timeline(timeline_of(traces(2, 4)), tmp_path / "pipeline.svg", with_ideal=False)
+    loss = draw_losses({"a": [(0, 5.0), (1, 4.0)]}, tmp_path / "loss.png", points={"val": [(1, 4.5)]}, title="t")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "bubble" in svg.read_text() or "<svg" in svg.read_text()
+    assert loss.stat().st_size > 1000
+
+
+def test_chrome_trace_has_one_event_per_action(tmp_path) -> None:
+    run = traces(2, 4, dp=2)
+    document = json.loads(save_chrome_trace(run, tmp_path / "chrome.json").read_text())
+    assert document == json.loads(json.dumps(chrome_trace(run)))
+    events = [e for e in document["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == 2 * 2 * 8
+    assert min(e["ts"] for e in events) == 0
+    assert {e["pid"] for e in events} == {0, 1}
+    names = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
+    assert names == {f"stage {r % 2} tp 0 rank {r}" for r in range(4)}

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.observe import RankTrace, TraceRecorder, load_traces, save_trace
+
+
+def test_records_actions_of_a_step_in_order() -> None:
+    recorder = TraceRecorder(rank=5, stage=1, dp=1, tp=1, layout="tp2-pp2-dp2")
+    recorder.begin_step(7)
+    with recorder.span("F", 0):
+        time.sleep(0.01)
+    with recorder.span("B", 0, stage=3):
+        pass
+    recorder.record("reduce", -1, 1, 2.0, 3.5)
+    recorder.end_step()
+    step = recorder.trace().step(7)
+    assert step is not None
+    assert [(s.kind, s.microbatch, s.stage) for s in step.spans] == [("F", 0, 1), ("B", 0, 3), ("reduce", -1, 1)]
+    forward, backward, reduce = step.spans
+    assert 0.01 <= forward.seconds < 1
+    assert backward.start >= forward.end
+    assert reduce.seconds == 1.5
+    assert abs(forward.start - time.time()) < 60, "times are wall-clock times, so that machines can be merged"
+
+
+def test_an_action_that_raises_is_recorded_and_a_failed_step_is_dropped() -> None:
+    recorder = TraceRecorder()
+    recorder.begin_step(0)
+    with pytest.raises(RuntimeError), recorder.span("F", 0):
+        raise RuntimeError
+    recorder.begin_step(1)
+    recorder.end_step()
+    assert [s.step for s in recorder.trace().steps] == [1]
+
+
+def test_nothing_is_kept_outside_of_a_step_and_only_the_last_steps_inside() -> None:
+    recorder = TraceRecorder(capacity=2)
+    recorder.record("F", 0, 0, 0.0, 1.0)
+    for step in range(5):
+        recorder.begin_step(step)
+        recorder.record("F", 0, 0, step, step + 1.0)
+        recorder.end_step()
+    assert [(s.step, len(s.spans)) for s in recorder.trace().steps] == [(3, 1), (4, 1)]
+
+
+def test_loops_are_told_apart() -> None:
+    recorder = TraceRecorder()
+    for loop in ("validate", "train"):
+        recorder.begin_step(0, loop)
+        recorder.record("F", 0, 0, 0.0, 1.0 if loop == "train" else 2.0)
+        recorder.end_step()
+    step = recorder.trace().step(0)
+    assert step is not None
+    assert step.spans[0].seconds == 1.0
+
+
+def test_synchronize_is_called_before_each_reading_of_the_clock() -> None:
+    calls: list[int] = []
+    recorder = TraceRecorder(synchronize=lambda: calls.append(1))
+    recorder.begin_step(0)
+    with recorder.span("F", 0):
+        assert len(calls) == 1
+    assert len(calls) == 2
+
+
+def test_files_of_all_ranks_round_trip_in_order_of_rank(tmp_path) -> None:
+    for rank in (10, 9):
+        recorder = TraceRecorder(rank, rank % 2, dp=1, tp=1, layout="tp2")
+        recorder.begin_step(2)
+        recorder.record("F", 0, 0, 1.25, 1.5)
+        recorder.end_step()
+        save_trace(recorder, tmp_path / "run")
+    read = load_traces(tmp_path / "run")
+    assert [t.rank for t in read] == [9, 10]
+    assert read[1] == RankTrace(10, 0, 1, 1, "tp2", read[1].steps)
+    assert read[1].steps[0].spans[0].seconds == 0.25
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigurationError, match="record_timeline=True"):
+        load_traces(tmp_path)
+    (tmp_path / "trace_rank00000.json").write_text(json.dumps({"traceEvents": []}))
+    with pytest.raises(ConfigurationError, match="version 1: found format None"):
+        load_traces(tmp_path)
+
+
+def test_a_recorder_keeps_at_least_one_step() -> None:
+    with pytest.raises(ConfigurationError, match="capacity is 0"):
+        TraceRecorder(capacity=0)
