@@ -69,7 +69,8 @@ class Mesh:
             communicator in order, so activations and gradients must not share one).
         replica: Communicator over all ranks that hold one copy of the model; index 0 is on the last stage.
         world: Communicator over all ranks.
-        control: Communicator over dp whose tensors live on the CPU (flags that Python decides on).
+        control, replica_control: Communicators over dp and over the replica whose tensors live on the CPU, for what
+            Python decides on (no device synchronisation).
         device_mesh: `DeviceMesh` with axes dp, pp, cp, tp; its pp coordinate counts from the last stage.
     """
 
@@ -93,8 +94,10 @@ class Mesh:
         self.world = ProcessCommunicator("world", dist.group.WORLD, device, self.ledger)
         if device.type == "cpu":
             self.control = ProcessCommunicator("control", self.data.group, device, self.ledger)
+            self.replica_control = ProcessCommunicator("control", self.replica.group, device, self.ledger)
         else:
             self.control = self._lines(["dp"], "control", backend="gloo")
+            self.replica_control = self._lines(["pp", "cp", "tp"], "control", backend="gloo")
         self._holders: dict[tuple[int, ...], Communicator] = {}
         self.device_mesh = DeviceMesh.from_group(
             [lines[axis].group for axis in AXES],

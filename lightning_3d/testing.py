@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import signal
 import time
@@ -128,7 +129,7 @@ def _collect(processes: Sequence[Any], results: Any, timeout: float) -> list[Any
         for r in failed:
             text.append(f"--- rank {r} ---\n{done[r][1] if r in done else 'did not finish'}")
         raise DistributedError("\n".join(text))
-    return [done[r][1] for r in range(len(processes))]
+    return [pickle.loads(done[r][1]) for r in range(len(processes))]  # noqa: S301
 
 
 def _child(
@@ -146,13 +147,33 @@ def _child(
         if backend:
             dist.init_process_group(str(backend), timeout=timedelta(seconds=timeout))
         value = function(*args)
-        results.put((rank, True, value))
+        # by value: torch's own way shares memory with a process that must then outlive the reader
+        results.put((rank, True, pickle.dumps(value)))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
     results.close()
     results.join_thread()
     # do not run the destructors of a half-dead process group
     os._exit(0)
+
+
+def full_parameters(strategy: Any) -> dict[str, torch.Tensor]:
+    """Every parameter as one device would have it, by name, on every rank. Collective over all ranks.
+
+    Args:
+        strategy: A `ThreeDStrategy` after set-up.
+    """
+    state = strategy.engine.state()
+    return {record.name: state.parameter(record).full_tensor() for record in state.records}
+
+
+def full_gradients(strategy: Any) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient as the optimizer sees it, as one device would have it; zeros where it has none.
+
+    Collective over all ranks; call it where gradients are final (`on_before_optimizer_step`).
+    """
+    state = strategy.engine.state()
+    return {record.name: state.gradient(record).full_tensor() for record in state.records}
 
 
 def relative_error(got: torch.Tensor | None, want: torch.Tensor | None) -> float:

@@ -2,7 +2,7 @@
 
 from lightning_3d.observe.chrome import chrome_trace, save_chrome_trace
 from lightning_3d.observe.drawing import draw_losses, draw_timeline
-from lightning_3d.observe.ledger import LedgerRow, ledger_rows, ledger_table
+from lightning_3d.observe.ledger import LedgerRow, ledger_rows, ledger_rows_table, ledger_table
 from lightning_3d.observe.tables import (
     StageRow,
     TensorRow,
@@ -35,6 +35,7 @@ __all__ = [
     "draw_timeline",
     "ideal",
     "ledger_rows",
+    "ledger_rows_table",
     "ledger_table",
     "load_traces",
     "mesh_table",

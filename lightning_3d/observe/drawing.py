@@ -96,7 +96,11 @@ def _draw_lanes(axis: Any, timeline: Timeline, seconds: float) -> None:
             if span.microbatch >= 0 and span.seconds > seconds / 70:
                 middle = 500 * (span.start + span.end)
                 axis.text(middle, row, str(span.microbatch), ha="center", va="center", fontsize=8, color="white")
-    labels = [f"stage {lane.stage} · rank {lane.rank}" for lane in timeline.lanes]
+    several = len({(lane.dp, lane.tp) for lane in timeline.lanes}) > 1
+    places = [f"dp {lane.dp} · tp {lane.tp} · " if several else "" for lane in timeline.lanes]
+    labels = [
+        f"{place}stage {lane.stage} · rank {lane.rank}" for place, lane in zip(places, timeline.lanes, strict=True)
+    ]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1000 * seconds)

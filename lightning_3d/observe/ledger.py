@@ -53,8 +53,12 @@ def ledger_rows(ledger: Ledger, steps: int = 1) -> list[LedgerRow]:
 
 
 def ledger_table(ledger: Ledger, steps: int = 1, title: str = "communication per step and rank") -> Table:
-    """The rows as a table with a line of totals."""
-    rows = ledger_rows(ledger, steps)
+    """What `ledger_rows` gives, as a table with a line of totals."""
+    return ledger_rows_table(ledger_rows(ledger, steps), title)
+
+
+def ledger_rows_table(rows: list[LedgerRow], title: str = "communication per step and rank") -> Table:
+    """Rows (of this rank, or read from a file) as a table with a line of totals."""
     total = LedgerRow("total", "", "", *(sum(getattr(r, f) for r in rows) for f in _NUMBERS))
     columns = ["phase", "axis", "op", "calls", "elements", "payload", "on the wire"]
     cells = [_cells(r) for r in [*rows, total]]

@@ -50,10 +50,9 @@ class StageRow:
 
 
 def render(*parts: RenderableType, width: int = 100) -> str:
-    """The text of tables and strings, without colour, at most `width` columns wide."""
+    """The text of tables and strings without colour; tables fit `width` columns, strings stay as they are."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
-    for part in parts:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+    _print(console, parts)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
@@ -64,8 +63,15 @@ def show(*parts: RenderableType) -> None:
     if not console.is_terminal:
         print(render(*parts), flush=True)
         return
+    _print(console, parts)
+
+
+def _print(console: Console, parts: Iterable[RenderableType]) -> None:
     for part in parts:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+        if isinstance(part, str):
+            console.print(part, markup=False, soft_wrap=True)
+        else:
+            console.print(part)
 
 
 def plain_table(

@@ -9,6 +9,8 @@ A `TraceRecorder` keeps the last steps of one rank in memory; nothing is communi
         ...
     recorder.end_step()
 
+The pipeline's runner calls the recorder itself: `recorder(action, start, end)`.
+
 Times are those of the host's clock: on an accelerator an action ends when its kernels are *queued*, unless the recorder
 is given a `synchronize` function. Clocks of ranks on one machine are the same clock; between machines they agree as
 well as the machines' wall clocks do.
@@ -23,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_3d.errors import ConfigurationError
 
@@ -33,6 +35,17 @@ COMPUTE = ("F", "B", "I", "W")
 """Kinds of action that are work: forward, backward, and its two halves (gradient of the input, of the weights)."""
 OTHER = ("wait", "reduce", "optimizer")
 """Kinds that are not: waiting for a message, reducing gradients over dp, the optimizer's step."""
+
+
+class Action(Protocol):
+    """What the pipeline's runner hands over (`pipeline.schedule.Action`)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def stage(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -141,12 +154,16 @@ class TraceRecorder:
         self._steps: deque[StepTrace] = deque(maxlen=capacity)
         self._open: StepTrace | None = None
         self._synchronize = synchronize
-        # perf_counter has the resolution, time.time the common zero of several machines
-        self._zero = time.time() - time.perf_counter()
+        # monotonic never jumps and is one clock on a machine; wall-clock time is the common zero of several
+        self._zero = time.time() - time.monotonic()
+
+    def __call__(self, action: Action, start: float, end: float) -> None:
+        """Add one finished action of the pipeline's runner; `start` and `end` are `time.monotonic()`."""
+        self.record(action.kind, action.microbatch, action.stage, start + self._zero, end + self._zero)
 
     def now(self) -> float:
         """Seconds of the shared clock."""
-        return time.perf_counter() + self._zero
+        return time.monotonic() + self._zero
 
     def begin_step(self, step: int, loop: str = "train") -> None:
         """Open a step; actions recorded until `end_step` belong to it. A step that failed half-way is dropped."""

@@ -33,7 +33,7 @@ class FakeParameters:
         self.module, self.device, self._buffers_of = module, device, list(buffers_of)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}
-        self.swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.swapped: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> FakeParameters:
         names = {id(p): n for n, p in self.module.named_parameters()}
@@ -47,6 +47,9 @@ class FakeParameters:
                     fakes[id(parameter)] = self._fake(parameter)
                 self.swapped.append((module._parameters, key, parameter))
                 module._parameters[key] = fakes[id(parameter)]
+            if isinstance(module, nn.RNNBase):  # keeps a second list of its parameters
+                self.swapped.append((module.__dict__, "_flat_weights", module._flat_weights))
+                module.__dict__["_flat_weights"] = [module._parameters.get(n) for n in module._flat_weights_names]
             if id(module) in closed:
                 for key, buffer in module._buffers.items():
                     if buffer is not None:
@@ -58,7 +61,7 @@ class FakeParameters:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for dictionary, key, original in self.swapped:
+        for dictionary, key, original in reversed(self.swapped):
             dictionary[key] = original
         self.swapped.clear()
         torch.set_rng_state(self._random_state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -14,13 +14,18 @@ class ModuleState:
 
     Args:
         module: The root; all its submodules are included.
+        modules: Only these instead.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, modules: Iterable[nn.Module] | None = None) -> None:
         self._saved = [
             (m, dict(m.__dict__), {k: copy.copy(v) for k, v in m.__dict__.items() if isinstance(v, (list, dict, set))})
-            for m in module.modules()
+            for m in (module.modules() if modules is None else modules)
         ]
+
+    def changed(self) -> list[nn.Module]:
+        """Modules whose attributes, or lists, dicts and sets in them, are not what they were."""
+        return [module for module, before, containers in self._saved if _differs(module.__dict__, before, containers)]
 
     def restore(self, only: Callable[[Any], bool] | None = None) -> None:
         """Put everything back.
@@ -53,3 +58,16 @@ class ModuleState:
             value.extend(before)
         else:
             value.update(before)
+
+
+def _differs(now: dict[str, Any], before: dict[str, Any], containers: dict[str, Any]) -> bool:
+    if now.keys() != before.keys() or any(now[key] is not before[key] for key in before):
+        return True
+    return any(not _same_items(now[key], copied) for key, copied in containers.items())
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    """Whether two containers hold the identical objects (no `==`: tensors have no truth value)."""
+    if isinstance(before, dict):
+        return now.keys() == before.keys() and all(now[k] is before[k] for k in before)
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

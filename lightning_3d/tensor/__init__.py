@@ -1,1 +1,53 @@
+"""HOW is one layer cut?  Tensor parallelism of an unmodified model."""
 
+from lightning_3d.tensor import (  # noqa: F401  (registers the rules)
+    rules_attention,
+    rules_elementwise,
+    rules_matmul,
+    rules_pieces,
+    rules_random,
+    rules_reductions,
+    rules_views,
+    rules_vocab,
+)
+from lightning_3d.tensor.decisions import Decision, PlanRow, TensorPlan
+from lightning_3d.tensor.functions import function_guard
+from lightning_3d.tensor.group import TensorGroup, dry_group
+from lightning_3d.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lightning_3d.tensor.loss import vocab_parallel_cross_entropy
+from lightning_3d.tensor.placement import NoRule, Placement
+from lightning_3d.tensor.plan import plan_tensor_parallel
+from lightning_3d.tensor.registry import register_rule
+from lightning_3d.tensor.rewrite import original_class, rewrite
+from lightning_3d.tensor.sharded import ShardedTensor, local, map_local, placement, whole, wrap
+from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
+from lightning_3d.tensor.verify import TensorReport, verify_tensor_plan
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Decision",
+    "NoRule",
+    "Placement",
+    "PlanRow",
+    "RowParallelLinear",
+    "ShardedTensor",
+    "TensorGroup",
+    "TensorPlan",
+    "TensorReport",
+    "ThreadCommunicator",
+    "VocabParallelEmbedding",
+    "dry_group",
+    "function_guard",
+    "local",
+    "map_local",
+    "original_class",
+    "placement",
+    "plan_tensor_parallel",
+    "register_rule",
+    "rewrite",
+    "run_simulated",
+    "verify_tensor_plan",
+    "vocab_parallel_cross_entropy",
+    "whole",
+    "wrap",
+]

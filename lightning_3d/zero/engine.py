@@ -78,6 +78,7 @@ class Zero:
         self._of_optimizer: dict[Optimizer, list[Bucket]] = defaultdict(list)
         self._kinds: dict[Optimizer, str] = {}
         self._pool: list[Tensor] = []
+        self._hooks: list[Any] = []
         self._flying: list[Bucket] = []
         self._next = 0
         self.reducing = False
@@ -97,6 +98,12 @@ class Zero:
         self._adopt(optimizer)
         if self.stage:
             optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
+
+    def release(self) -> None:
+        """Take the hooks off the parameters (another `fit` builds its own buckets)."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Give every trainable parameter of the groups that is not ours yet a place in a bucket.
@@ -174,7 +181,8 @@ class Zero:
         for bucket in made:
             for slot in bucket.slots:
                 self.slots[slot.parameter] = slot
-                slot.parameter.register_post_accumulate_grad_hook(lambda _, s=slot: self._on_gradient(s))
+                hook = slot.parameter.register_post_accumulate_grad_hook(lambda _, s=slot: self._on_gradient(s))
+                self._hooks.append(hook)
         self.buckets += made
         return made
 
@@ -252,9 +260,11 @@ class Zero:
         """
         if self.passive:
             return
-        for bucket in self.buckets[self._next :]:
-            self._launch(bucket)
         self._exchange_used()
+        for bucket in self.buckets[self._next :]:
+            # with several optimizers a backward reaches some buckets only; on all ranks the same ones, by now
+            if any(slot.used for slot in bucket.slots):
+                self._launch(bucket)
         for bucket in self._flying:
             bucket.land(self._give)
         self._flying.clear()

@@ -2,11 +2,18 @@ from __future__ import annotations
 
 import json
 import time
+from typing import NamedTuple
 
 import pytest
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.observe import RankTrace, TraceRecorder, load_traces, save_trace
+
+
+class Action(NamedTuple):
+    kind: str
+    microbatch: int
+    stage: int
 
 
 def test_records_actions_of_a_step_in_order() -> None:
@@ -26,6 +33,18 @@ def test_records_actions_of_a_step_in_order() -> None:
     assert backward.start >= forward.end
     assert reduce.seconds == 1.5
     assert abs(forward.start - time.time()) < 60, "times are wall-clock times, so that machines can be merged"
+
+
+def test_the_runner_calls_it_with_monotonic_times() -> None:
+    recorder = TraceRecorder()
+    recorder.begin_step(0)
+    start = time.monotonic()
+    recorder(Action("B", 3, 1), start, start + 0.5)
+    recorder.end_step()
+    (span,) = recorder.trace().steps[0].spans
+    assert (span.kind, span.microbatch, span.stage) == ("B", 3, 1)
+    assert span.seconds == pytest.approx(0.5)
+    assert abs(span.start - time.time()) < 5
 
 
 def test_an_action_that_raises_is_recorded_and_a_failed_step_is_dropped() -> None:

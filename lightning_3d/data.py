@@ -1,0 +1,141 @@
+"""WHICH samples does a rank see?  The same inside a model replica, different between replicas.
+
+Lightning keys samplers, worker seeds and users' own samplers on the global rank. Here they must follow the
+data-parallel coordinate: all ranks of a replica work on the same batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_3d.comm import Communicator
+from lightning_3d.errors import ConfigurationError
+
+
+def fit_loader_to_replicas(
+    loader: Any, replica: int, num_replicas: int, world_size: int, seed_worker: Callable[..., None]
+) -> Any:
+    """Make a user's loader follow the data-parallel coordinate. Changes it in place, returns it.
+
+    Args:
+        loader: What Lightning prepared; anything that is not a DataLoader is left alone.
+        replica: This rank's data-parallel coordinate.
+        num_replicas: Data-parallel size.
+        world_size: Number of processes.
+        seed_worker: Lightning's worker_init_fn, which takes the rank as keyword.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    # under the condition on which Lightning would add it, but with the replica in place of the global rank
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(seed_worker, rank=replica)
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        # a sampler the user built from the global rank deals every rank of a replica other samples
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == world_size != num_replicas:
+            _deal_to_replicas(sampler, replica, num_replicas)
+    return loader
+
+
+def _deal_to_replicas(sampler: Any, replica: int, num_replicas: int) -> None:
+    fresh: Any = DistributedSampler(
+        sampler.dataset, num_replicas, replica, sampler.shuffle, sampler.seed, sampler.drop_last
+    )
+    for attribute in ("num_replicas", "rank", "num_samples", "total_size"):
+        setattr(sampler, attribute, getattr(fresh, attribute))
+
+
+@contextmanager
+def random_state_kept(collect: Callable[[], Any], restore: Callable[[Any], None]) -> Iterator[None]:
+    """Put every global random generator back to where it was."""
+    state = collect()
+    try:
+        yield
+    finally:
+        restore(state)
+
+
+def first_batch(loaders: Any) -> Any:
+    """The first batch of a loader, or of every loader in a list, dict or CombinedLoader, in that structure.
+
+    A map-style loader's samples are read in this process, without starting its workers. The caller keeps the random
+    state; an iterable dataset is iterated once more than it would be.
+
+    Args:
+        loaders: What the user's `*_dataloader` hook returned.
+
+    Raises:
+        ConfigurationError: A loader is empty.
+    """
+    if type(loaders).__name__ == "CombinedLoader":
+        loaders = loaders.iterables
+    return tree_map(_first, loaders, is_leaf=lambda x: not isinstance(x, (list, tuple, dict)))
+
+
+def _first(loader: Any) -> Any:
+    try:
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            dataset: Any = loader.dataset
+            if loader.batch_sampler is None:
+                sample = dataset[next(iter(loader.sampler))]
+                return loader.collate_fn(sample)
+            indices = next(iter(loader.batch_sampler))
+            if hasattr(dataset, "__getitems__"):
+                return loader.collate_fn(dataset.__getitems__(indices))
+            return loader.collate_fn([dataset[i] for i in indices])
+        return next(iter(loader))
+    except StopIteration:
+        raise ConfigurationError(
+            f"a {type(loader).__name__} gives no batch. The plan is made by following the first batch through the "
+            "user's step, so every loader needs at least one; check its length, batch_size and drop_last."
+        ) from None
+
+
+def batch_digest(batch: Any) -> str:
+    """A short hash of all tensors (values and shapes) and other leaves of a batch."""
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            data = leaf.detach().to("cpu").contiguous()
+            digest.update(f"{tuple(data.shape)}{data.dtype}".encode())
+            if data.numel():
+                digest.update(data.view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, (str, int, float, bool, bytes, type(None))):
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
+def check_same_batch(batch: Any, replica: Communicator, where: str) -> None:
+    """Raise on every rank of the replica unless all of them hold the same batch.
+
+    Collectives: one all-gather of a short string over the replica.
+
+    Raises:
+        ConfigurationError: They differ.
+    """
+    digests = replica.all_gather_object(batch_digest(batch))
+    if len(set(digests)) > 1:
+        raise ConfigurationError(
+            f"{where}: the {replica.size} ranks of one model replica got different batches (digests "
+            f"{', '.join(d[:8] for d in digests)}). They work on one model together, so they must read the same "
+            "samples; only the data-parallel replicas read different ones. Likely the dataset or sampler looks at the "
+            "global rank, or draws from an unseeded generator. Use trainer.distributed_sampler_kwargs "
+            "(num_replicas, rank) instead of the world size and global rank, and seed_everything(...)."
+        )
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Number of samples: the first dimension of the first tensor that has one."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return None

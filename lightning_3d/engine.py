@@ -1,0 +1,333 @@
+"""WHAT was built for this module?  The rooms put together: tensor plan, pipeline, ZeRO, in that order.
+
+The order is fixed by what each room must see (docs/decisions/0001): the optimizers are configured on the whole
+module, then the tensor plan is made, proved and applied, then the pipeline is traced on the rewritten module and what
+other stages hold is dropped, and last ZeRO re-points the optimizers' groups. Parameters keep their identity all along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_3d.checkpoint import ParameterRecord, RunState
+from lightning_3d.data import batch_size_of
+from lightning_3d.errors import ConfigurationError, ParityError
+from lightning_3d.layout import Layout
+from lightning_3d.mesh import Mesh
+from lightning_3d.observe import TraceRecorder
+from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
+from lightning_3d.probe import agree, intercept_functions
+from lightning_3d.steps import call_step, logging_silenced
+from lightning_3d.tensor import (
+    Placement,
+    ShardedTensor,
+    TensorGroup,
+    TensorPlan,
+    function_guard,
+    plan_tensor_parallel,
+    rewrite,
+    verify_tensor_plan,
+    whole,
+)
+from lightning_3d.zero import Zero, scale_gradients, total_norm
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose, beside the layout."""
+
+    num_microbatches: int | str = "auto"
+    sequence_parallel: bool = False
+    tensor_parallel_plan: str | dict[str, str] = "auto"
+    pipeline_split: str | Sequence[str] = "auto"
+    verify: bool = True
+    bucket_bytes: int | None = None
+    timeout: timedelta | None = None
+    record_timeline: bool = False
+    forward_context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+
+class Engine:
+    """Everything made for one LightningModule on this rank.
+
+    Args:
+        module: The LightningModule, whole, with equal weights on all ranks.
+        mesh: This rank's place.
+        settings: The user's choices.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        self.module, self.mesh, self.settings = module, mesh, settings
+        self.layout: Layout = mesh.layout
+        self.names = {id(p): n for n, p in module.named_parameters()}
+        self.parameters = dict(module.named_parameters())
+        self.global_shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}
+        self.tensor_plan: TensorPlan | None = None
+        self.tensor_group = TensorGroup(mesh.tensor)
+        self.runner: PipelineRunner | None = None
+        self.partition: Partition | None = None
+        self.zero: Zero | None = None
+        self.recorder: TraceRecorder | None = None
+        if settings.record_timeline:
+            self.recorder = TraceRecorder(
+                mesh.rank, mesh.at.pp, dp=mesh.at.dp, tp=mesh.at.tp, layout=str(self.layout)
+            )
+
+    # -- building
+    def cut(self, step_name: str, batch: Any) -> None:
+        """Plan and cut the model over tp and pp by following `batch` through the user's step.
+
+        Raises:
+            ConfigurationError: The model or the step cannot be cut as asked; equal on all ranks.
+        """
+        microbatches = self._microbatches(batch)
+        if self.layout.tp > 1:
+            self._cut_tensors(step_name, batch)
+        if self.layout.pp > 1:
+            self.runner = PipelineRunner(
+                self.module,
+                self.mesh,
+                schedule=self.layout.schedule,
+                num_microbatches=microbatches,
+                tensor_group=self.tensor_group if self.layout.tp > 1 else None,
+                split=self.settings.pipeline_split,
+                forward_context=self.settings.forward_context,
+                recorder=self._record if self.recorder is not None else None,
+            )
+            self.partition = self.runner.setup(step_name, batch)
+
+    def _cut_tensors(self, step_name: str, batch: Any) -> None:
+        def step(module: nn.Module) -> Any:
+            with logging_silenced(module), self.settings.forward_context():
+                return call_step(module, step_name, batch, 0)
+
+        overrides = self.settings.tensor_parallel_plan
+        self.tensor_plan = plan_tensor_parallel(
+            self.module,
+            step,
+            self.layout.tp,
+            overrides=None if isinstance(overrides, str) else overrides,
+            sequence=self.settings.sequence_parallel,
+        )
+        agree("the tensor-parallel plan", self.tensor_plan.to_dict(), self.mesh.replica)
+        if self.settings.verify:
+            self._prove(self.tensor_plan, step)
+        rewrite(self.module, self.tensor_plan, self.tensor_group)
+
+    def _prove(self, plan: TensorPlan, step: Callable[[nn.Module], Any]) -> None:
+        """Original against rewritten on simulated ranks; done once per run, by rank 0."""
+        message = ""
+        if self.mesh.rank == 0:
+            report = verify_tensor_plan(self.module, plan, step)
+            message = "" if report.ok else str(report)
+        message = self.mesh.world.broadcast_object(message, 0)
+        if message:
+            raise ParityError(
+                f"the tensor-parallel model does not compute what the original does: {message} Replicate the module "
+                "it names with tensor_parallel_plan={'<module>': 'replicate'}."
+            )
+
+    def _record(self, action: Any, start: float, end: float) -> None:
+        assert self.recorder is not None
+        self.recorder.record(action.kind, action.microbatch, action.stage, start, end)
+
+    def _microbatches(self, batch: Any) -> int:
+        """The documented rule: 4 x pp microbatches, fewer where the batch has fewer samples."""
+        asked, size = self.settings.num_microbatches, batch_size_of(batch)
+        if asked == "auto":
+            return min(4 * self.layout.pp, size or 1)
+        assert isinstance(asked, int)
+        if size is not None and asked > size and self.layout.pp > 1:
+            raise ConfigurationError(
+                f"num_microbatches={asked}, but a batch of one data-parallel replica has {size} samples, so at most "
+                f"{size} microbatches can be cut. Raise the loader's batch_size to at least {asked}, lower "
+                "num_microbatches, or leave it 'auto'."
+            )
+        return asked
+
+    def shard(self, optimizers: Sequence[Optimizer]) -> None:
+        """Hand the optimizers' groups and the gradients to ZeRO."""
+        self.zero = Zero(
+            optimizers,
+            self.held,
+            self.names,
+            counted=self.counted,
+            stage=self.layout.zero,
+            data=self.mesh.data,
+            control=self.mesh.control,
+            shared=self.runner.shared_groups if self.runner is not None else (),
+            publish_later=self.runner is not None,
+            bucket_bytes=self.settings.bucket_bytes or (4 << 20 if self.mesh.device.type == "cpu" else 25 << 20),
+        )
+
+    @property
+    def held(self) -> dict[str, nn.Parameter]:
+        """The parameters this rank has, in the module's order."""
+        if self.runner is None:
+            return self.parameters
+        return {n: p for n, p in self.parameters.items() if n in self.runner.parameters}
+
+    @property
+    def counted(self) -> set[str]:
+        """Names of the parameters whose elements here no other (tp, pp) rank counts: in norms and checkpoints."""
+        names = set(self.held) if self.runner is None else set(self.runner.counted)
+        if self.mesh.at.tp == 0:
+            return names
+        return {n for n in names if self.placement(n) is not None}
+
+    def placement(self, name: str) -> Placement | None:
+        """How a parameter is cut over tp, or None."""
+        return getattr(self.parameters[name], "placement", None)
+
+    # -- running
+    @contextmanager
+    def sharding_rules(self) -> Iterator[None]:
+        """Custom autograd Functions keep the gradients of sharded arguments while this is open."""
+        if self.layout.tp == 1:
+            yield
+            return
+        with intercept_functions(function_guard, 1):
+            yield
+
+    def direct_step(self, step_name: str, args: Sequence[Any]) -> Any:
+        """One step of the user's own code on this rank (no pipeline); sharded results are made whole."""
+        with ExitStack() as stack:
+            stack.enter_context(self.sharding_rules())
+            stack.enter_context(self.settings.forward_context())
+            stack.enter_context(self.mesh.ledger.during("forward"))
+            out = call_step(self.module, step_name, *args)
+            return out if self.layout.tp == 1 else tree_map(_whole, out)
+
+    def pipeline_train(self, batch: Any, batch_idx: int, scale: float, last: bool, keep_gradients: bool) -> StepResult:
+        """One schedule over the microbatches of a batch; gradients wait in ZeRO's buckets.
+
+        Args:
+            batch: This replica's batch.
+            batch_idx: Its index.
+            scale: Factor on the loss (one over the accumulation count).
+            last: The optimizer steps after this batch: reduce over the replicas, during the last backward.
+            keep_gradients: Somebody looks at the old gradients before they are zeroed.
+        """
+        assert self.runner is not None and self.zero is not None
+        self.zero.begin()
+        self.zero.set_aside(keep=keep_gradients)
+        with self.sharding_rules():
+            result = self.runner.train_step(
+                batch,
+                batch_idx,
+                scale=scale,
+                before_last_backward=self.zero.start_reducing if last else _nothing,
+            )
+            if last:
+                with self.mesh.ledger.during("reduce"):
+                    self.zero.finish()
+        self.zero.put_back()
+        return result
+
+    def pipeline_evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:
+        """A forward-only pass of a validation, test or predict step through the stages."""
+        assert self.runner is not None
+        with self.sharding_rules():
+            return self.runner.evaluate(step_name, *args)
+
+    # -- gradients
+    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """Norm of the whole mesh's gradient of one optimizer, every element counted once. Collective."""
+        zero = self.zero
+        assert zero is not None
+        by_id = {id(slot.held): slot for slot in zero.slots.values()}
+        counted = self.counted
+        gradients = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                slot = by_id.get(id(parameter))
+                name = slot.name if slot is not None else self.names[id(parameter)]
+                if name in counted and parameter.grad is not None:
+                    gradients.append(parameter.grad)
+        # a sharded optimizer's pieces are disjoint over dp; without shards every replica holds the same gradient
+        group_of_ranks = self.mesh.world if zero.stage else self.mesh.replica
+        with self.mesh.ledger.during("clip"):
+            return total_norm(gradients, group_of_ranks, self.mesh.device, norm_type)
+
+    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Scale an optimizer's gradients to `max_norm` at most; returns the norm before."""
+        norm = self.gradient_norm(optimizer)
+        scale_gradients((p for g in optimizer.param_groups for p in g["params"]), norm, max_norm)
+        return norm
+
+    # -- state
+    def state(self) -> RunState:
+        """What a checkpoint holds of this rank."""
+        held, counted = self.held, self.counted
+        slots = self.zero.slots if self.zero is not None else {}
+        records = [
+            ParameterRecord(
+                name,
+                parameter,
+                self.global_shapes[name],
+                self.placement(name),
+                name in held,
+                name in counted,
+                slots.get(parameter),
+            )
+            for name, parameter in self.parameters.items()
+        ]
+        return RunState(
+            self.module,
+            records,
+            self._keeps_buffer,
+            (self.mesh.at.tp, self.layout.tp),
+            self.mesh.at.dp,
+            self.mesh.world.all_reduce,
+            self.zero,
+            self.mesh.device,
+        )
+
+    def _keeps_buffer(self, key: str) -> bool:
+        """A buffer is written by the stage that updates it (the last one if all do), replica 0, tp 0."""
+        at = self.mesh.at
+        last = self.layout.pp - 1
+        stage = last if self.runner is None else self.runner.buffers.get(key, last)
+        return at.dp == 0 and at.tp == 0 and at.pp == stage
+
+
+def _whole(value: Any) -> Any:
+    return whole(value) if isinstance(value, ShardedTensor) else value
+
+
+def _nothing() -> None:
+    return None
+
+
+def memory_report(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Bytes this rank holds: parameters, gradients (largest so far in full-size buffers, plus shards), optimizer."""
+    seen: set[int] = set()
+
+    def storage(tensor: Tensor) -> int:
+        data = tensor.untyped_storage()
+        if data.data_ptr() in seen or not tensor.numel():
+            return 0
+        seen.add(data.data_ptr())
+        return data.nbytes()
+
+    parameters = sum(storage(p.data) for p in engine.held.values())
+    zero = engine.zero
+    gradients = 0
+    if zero is not None:
+        gradients = zero.gradient_peak + sum(
+            storage(b.published) for b in zero.buckets if b.published is not None and b.sharded
+        )
+        gradients += sum(storage(p.grad) for p in engine.held.values() if p.grad is not None and zero.passive)
+    state = sum(
+        storage(v) for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)
+    )
+    return {"parameters": parameters, "gradients": gradients, "optimizer": state}

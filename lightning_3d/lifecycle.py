@@ -1,0 +1,326 @@
+"""WHAT happens between `setup` and `teardown`?  The part of the strategy that runs steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.seed import (
+    _collect_rng_states,
+    _set_rng_states,
+    pl_worker_init_function,
+)
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from lightning_3d.data import check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
+from lightning_3d.engine import Engine, Settings
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.mesh import Mesh
+from lightning_3d.observe.failure import FailureWatch
+from lightning_3d.observe.metrics import attach_metrics
+from lightning_3d.observe.relay import LogCall, Relay
+from lightning_3d.precision import check_precision, make_clipping_global
+from lightning_3d.surrogate import surrogate_loss
+
+if TYPE_CHECKING:
+    from lightning_3d.pipeline import StepResult
+
+_Base = DDPStrategy if TYPE_CHECKING else object
+_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+class Lifecycle(_Base):
+    """Set-up, steps, logs and failures; `ThreeDStrategyBase` adds the arguments, the mesh and checkpoints."""
+
+    package: str
+    _mesh: Mesh | None
+    _engine: Engine | None
+    _settings: Settings
+
+    def _init_lifecycle(self) -> None:
+        self._accumulating = False
+        self._planning = False
+        self._watch: FailureWatch | None = None
+        self._pending: tuple[dict[str, Any], bool] | None = None
+        self._checked: set[str] = set()
+        self._relay: Relay | None = None
+
+    # -- failures
+    def _watch_failures(self) -> None:
+        """A rank that fails ends all of them."""
+        mesh = self._mesh
+        assert mesh is not None
+        if mesh.layout.world_size == 1:
+            return
+        where = f"data-parallel replica {mesh.at.dp}, stage {mesh.at.pp}, tensor-parallel rank {mesh.at.tp}"
+        self._watch = FailureWatch.on_default_group(mesh.rank, where)
+        self._watch.start()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._watch is not None:
+            self._watch.report(exception)
+
+    # -- data
+    def _follow_replicas_in_sampling(self) -> None:
+        """With one replica every rank reads the user's loader as it is; Lightning would shuffle it."""
+        assert self._mesh is not None and self.lightning_module is not None
+        if self._mesh.layout.dp == 1:
+            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
+
+    def process_dataloader(self, dataloader: object) -> object:
+        mesh = self._mesh
+        assert mesh is not None
+        return fit_loader_to_replicas(
+            dataloader, mesh.at.dp, mesh.layout.dp, mesh.layout.world_size, pl_worker_init_function
+        )
+
+    def _check_first_batches(self, step_name: str, batch: Any) -> None:
+        """The first batch of every kind of step is compared inside the replica."""
+        assert self._mesh is not None
+        if step_name not in self._checked and self._mesh.replica.size > 1:
+            self._checked.add(step_name)
+            check_same_batch(batch, self._mesh.replica, f"first batch of {step_name}")
+
+    # -- set-up
+    def connect(self, model: Any) -> None:
+        if not any(f"{c.__module__}".startswith(self.package + ".") for c in type(model).__mro__):
+            raise ConfigurationError(
+                f"{type(model).__name__} is no LightningModule of `{self.package}`, for which this {self!r} is."
+            )
+        super().connect(model)
+
+    def setup(self, trainer: Any) -> None:
+        """Plan, prove and cut the module the first time; connect optimizers and a checkpoint every time."""
+        assert self.accelerator is not None and self._mesh is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == "fit"
+        first = self._engine is None or self._engine.module is not module
+        if first:
+            self._check_module(module, fitting)
+            self._equalize(module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        if first:
+            self._build(trainer, module)
+        assert self._engine is not None
+        if fitting:
+            self._engine.shard(self.optimizers)
+        self.setup_precision_plugin()
+        make_clipping_global(self.precision_plugin, lambda optimizer, value: self._clip(optimizer, value))
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            # tensors made in inference mode (buffers, caches) could not be used by a later `fit`
+            loop.inference_mode = False
+        self._load_pending()
+
+    def _clip(self, optimizer: Any, max_norm: float) -> None:
+        assert self._engine is not None
+        self._engine.clip(getattr(optimizer, "_optimizer", optimizer), max_norm)
+
+    def _check_module(self, module: Any, fitting: bool) -> None:
+        assert self._mesh is not None
+        check_precision(self.precision_plugin)
+        layout = self._mesh.layout
+        if any(hasattr(p, "placement") or getattr(p, "is_absent", False) for p in module.parameters()):
+            raise ConfigurationError(
+                f"{type(module).__name__} was already cut by another strategy; its parameters here are parts. Make a "
+                "new module (load_from_checkpoint, or a second instance), or go on with the Trainer that cut it."
+            )
+        if fitting and layout.pp > 1 and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(module).__name__} uses manual optimization (automatic_optimization=False) with "
+                f"pipeline_parallel_size={layout.pp}. Its training_step calls backward itself, but with a pipeline no "
+                "rank has the whole graph. Use pipeline_parallel_size=1 (tensor and data parallelism work), or "
+                "automatic optimization."
+            )
+
+    def _equalize(self, module: nn.Module) -> None:
+        """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
+        assert self._mesh is not None
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        if self._layer_sync is not None:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module, self._mesh.data.group)
+        world = self._mesh.world
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                world.broadcast(tensor.data if tensor.is_contiguous() else _contiguous(tensor), 0)
+        _set_rng_states(world.broadcast_object(_collect_rng_states(include_cuda=False), 0))
+
+    def _build(self, trainer: Any, module: Any) -> None:
+        assert self._mesh is not None
+        settings = dataclasses.replace(self._settings, forward_context=lambda: self.precision_plugin.forward_context())
+        engine = Engine(module, self._mesh, settings)
+        step_name = _STEPS[trainer.state.fn]
+        batch = self._peek(trainer, step_name) if engine.layout.replica_size > 1 else None
+        self._planning = True
+        try:
+            engine.cut(step_name, batch)
+        finally:
+            self._planning = False
+        self._engine = engine
+        self._relay = Relay(self._mesh.replica, self._mesh.replica_control, self._mesh.device)
+        attach_metrics(module, self._mesh, self._relay)
+
+    def _peek(self, trainer: Any, step_name: str) -> Any:
+        """The first batch of rank zero, moved and converted as Lightning will, the same on all ranks."""
+        assert self._mesh is not None and self.lightning_module is not None
+        loop = trainer.fit_loop if step_name == "training_step" else getattr(trainer, f"{trainer.state.fn}_loop")
+        with random_state_kept(_collect_rng_states, _set_rng_states):
+            loaders = loop._data_source.dataloader()
+            if step_name != "training_step" and isinstance(loaders, Sequence):
+                loaders = loaders[0]
+            batch = first_batch(loaders)
+        batch = self._mesh.world.broadcast_object(batch, 0)
+        batch = self.precision_plugin.convert_input(batch)
+        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch, dataloader_idx=0)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        if self._engine is not None and self._engine.zero is not None:
+            self._engine.zero.release()
+        super().setup_optimizers(trainer)
+        assert self._mesh is not None
+        reevaluating = [o for o in self.optimizers if isinstance(o, torch.optim.LBFGS)]
+        if reevaluating and (self._mesh.layout.pp > 1 or (self._mesh.layout.zero and self._mesh.layout.dp > 1)):
+            raise ConfigurationError(
+                f"{type(reevaluating[0]).__name__} evaluates the model several times per step and decides on one "
+                "rank's values. Use it with pipeline_parallel_size=1 and zero_stage=0, or choose another optimizer."
+            )
+
+    def _load_pending(self) -> None:
+        if self._pending is not None:
+            checkpoint, strict = self._pending
+            self._pending = None
+            self._load_model(checkpoint, strict)
+
+    def _load_model(self, checkpoint: Any, strict: bool) -> None:
+        """Weights from a directory or a plain state_dict; kept for `setup` when the module is not cut yet."""
+        from lightning_3d.checkpoint import PATH_KEY, load_model_directory, load_model_file
+
+        if self._engine is None:
+            if PATH_KEY in checkpoint:
+                self._pending = (dict(checkpoint), strict)
+            else:
+                super().load_model_state_dict(checkpoint, strict)
+        elif PATH_KEY in checkpoint:
+            load_model_directory(self._engine.state(), checkpoint[PATH_KEY], strict)
+        else:
+            load_model_file(self._engine.state(), checkpoint["state_dict"], strict)
+
+    # -- steps
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine
+        assert engine is not None and engine.zero is not None
+        args = (*args, *kwargs.values())
+        self._check_first_batches("training_step", args[0])
+        if engine.runner is None:
+            engine.zero.begin()
+            return engine.direct_step("training_step", args)
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        if trainer.fit_loop._skip_backward:
+            return self._shared(self._evaluate("training_step", args), training=True)[0]
+        scale = 1.0 / trainer.accumulate_grad_batches
+        batch_idx = args[1] if len(args) > 1 else 0
+        last = not self._accumulating
+        assert self._relay is not None
+        with self._relay.step():
+            result = engine.pipeline_train(args[0], batch_idx, scale, last, self._watches_zero_grad(trainer))
+        loss, outputs = self._shared(result, training=True)
+        assert loss is not None
+        loss = surrogate_loss(loss, engine.zero, scale, last)
+        return {**outputs, "loss": loss} if isinstance(outputs, dict) else loss
+
+    def _watches_zero_grad(self, trainer: Any) -> bool:
+        """Whether a hook of the user looks at gradients when they are zeroed."""
+        module = self.lightning_module
+        base = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
+        overridden = any(
+            getattr(type(module), hook) is not getattr(base, hook)
+            for hook in ("on_before_zero_grad", "optimizer_zero_grad")
+        )
+        return overridden or any(
+            "on_before_zero_grad" in vars(c)
+            for callback in trainer.callbacks
+            for c in type(callback).__mro__
+            if not c.__module__.startswith(("lightning.", "pytorch_lightning."))
+        )
+
+    def _evaluation_step(self, step_name: str, args: Sequence[Any]) -> Any:
+        engine = self._engine
+        assert engine is not None
+        self._check_first_batches(step_name, args[0])
+        if engine.runner is None:
+            return engine.direct_step(step_name, args)
+        result = self._evaluate(step_name, args)
+        if step_name == "predict_step":  # may be large: it stays on the last stage, where global rank zero is
+            return result.outputs
+        return self._shared(result, training=False)[1]
+
+    def _evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:
+        assert self._engine is not None and self._relay is not None
+        with self._relay.step(), torch.no_grad():
+            return self._engine.pipeline_evaluate(step_name, args)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation_step", (*args, *kwargs.values()))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("test_step", (*args, *kwargs.values()))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("predict_step", (*args, *kwargs.values()))
+
+    def _shared(self, result: StepResult, training: bool) -> tuple[Tensor | None, Any]:
+        """The last stage's loss and outputs on every rank; its logs replayed through the real `self.log`."""
+        assert self._relay is not None and self.lightning_module is not None
+        calls = [LogCall(log.name, log.values, log.weights, log.kwargs) for log in result.logs]
+        outputs = result.outputs
+        if training:  # the loss travels by itself
+            rest = {k: v for k, v in outputs.items() if k != "loss"} if isinstance(outputs, dict) else {}
+            outputs = rest or None
+        shared = self._relay.share(result.loss, calls, outputs, self.lightning_module)
+        for name, value, options in shared.logs:
+            self.lightning_module.log(name, value, **options)
+        return shared.loss, shared.outputs
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self._planning:  # manual optimization calls it while its step is being followed
+            return closure_loss
+        engine = self._engine
+        assert engine is not None and engine.zero is not None
+        direct = engine.runner is None
+        if direct and not self._accumulating:
+            engine.zero.start_reducing()
+        with engine.sharding_rules(), engine.mesh.ledger.during("backward"):
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        return loss
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        engine = self._engine
+        assert engine is not None and engine.zero is not None
+        if engine.runner is None and not self._accumulating:
+            with engine.mesh.ledger.during("reduce"):
+                engine.zero.finish()
+            engine.zero.publish()
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        if self._planning:
+            return None
+        assert self._mesh is not None
+        with self._mesh.ledger.during("optimizer"):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    tensor.data = tensor.data.contiguous()
+    return tensor.data

@@ -1,0 +1,85 @@
+"""WHO failed first?  One rank's error ends all ranks within seconds, and it is the first thing printed.
+
+A rank that raises writes its error into the run's key-value store. A thread on every rank looks there; when another
+rank has failed it prints that rank's error and ends the process, because its main thread is likely waiting in a
+collective that will never complete (and cannot be interrupted).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch
+
+_runs = 0
+"""Number of watches this process has had: every run looks at a key of its own."""
+
+
+class FailureWatch:
+    """Spreads the first error of a run to all of its processes.
+
+    Args:
+        store: The key-value store of the process group (a `torch.distributed` Store).
+        rank: This rank.
+        describe: Where this rank stands, e.g. "stage 1 of 2, tp 0, dp 1".
+        interval: Seconds between two looks.
+        grace: Seconds a rank gets to end by itself after another one failed.
+        run: Tells runs of the same processes apart; equal on all ranks.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, describe: str, interval: float = 0.5, grace: float = 3.0, run: int = 0
+    ) -> None:
+        self._key = f"lightning_3d/failure/{run}"
+        self._store, self._rank, self._describe = store, rank, describe
+        self._interval, self._grace = interval, grace
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lightning_3d-failure-watch", daemon=True)
+        self._failed_here = False
+
+    @classmethod
+    def on_default_group(cls, rank: int, describe: str) -> FailureWatch:
+        """A watch over the store of the default process group, on a connection of its own."""
+        global _runs
+        _runs += 1
+        store: Any = torch.distributed.distributed_c10d._get_default_store()
+        return cls(store.clone(), rank, describe, run=_runs)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run ended well (or this rank has reported): look no further."""
+        self._stop.set()
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks. The first report of a run wins."""
+        self._failed_here = True
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-12:])
+        message = f"rank {self._rank} ({self._describe}) failed:\n{text}"
+        try:
+            self._store.compare_set(self._key, "", message)
+        except Exception as lost:  # the store died with another rank; its own report is gone, ours is printed anyway
+            print(f"lightning_3d: could not tell the other ranks ({lost})", file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                if not self._store.check([self._key]):
+                    continue
+                message = self._store.get(self._key).decode()
+            except Exception:  # the process that hosts the store is gone
+                message = "the process that hosts the run's key-value store (global rank 0) is gone"
+            # a rank that is about to raise the same error by itself should do so
+            if self._stop.wait(self._grace) or self._failed_here:
+                return
+            print(f"\nlightning_3d: ending rank {self._rank} ({self._describe}) because {message}", file=sys.stderr)
+            sys.stderr.flush()
+            sys.stdout.flush()
+            time.sleep(0.1)
+            os._exit(1)

@@ -1,0 +1,99 @@
+"""WHERE may the model be cut?  Atoms: modules that are run as one closed piece."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_3d.errors import PipelineError, near
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OPEN_TORCH = (*_CONTAINERS, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
+_GRANULARITY = 2
+
+
+def find_atoms(module: nn.Module, stages: int, closed: tuple[str, ...] = ()) -> dict[str, nn.Module]:
+    """Open the largest modules until the pieces are fine enough to be shared out over the stages.
+
+    Stops at the elements of a long chain (ModuleList, Sequential) once they are at most 1.5/stages of the
+    parameters, elsewhere at 1/(2*stages). Layers of `torch.nn` are never opened. The atoms cover all parameters that
+    are in a child module; what the opened modules own themselves is used by glue code.
+
+    Args:
+        module: The root; it is always opened.
+        stages: Number of pipeline stages.
+        closed: Names of modules that must not be opened.
+
+    Returns:
+        Name -> module, each module once, in order of registration.
+    """
+    total = max(_parameter_count(module), 1)
+    atoms: dict[int, tuple[str, nn.Module]] = {}
+
+    def visit(name: str, current: nn.Module, in_chain: bool) -> None:
+        count = _parameter_count(current)
+        children = [(key, child) for key, child in current.named_children() if _parameter_count(child)]
+        fine = count * _GRANULARITY * stages <= total or (in_chain and count * stages <= 1.5 * total)
+        if current is not module:
+            stop = name in closed or _is_leaf(current, children)
+            if stop or (fine and not isinstance(current, (nn.ModuleList, nn.ModuleDict))):
+                if count:
+                    atoms.setdefault(id(current), (name, current))
+                return
+        chain = isinstance(current, _CONTAINERS) and len(children) >= max(2, stages // 2)
+        for key, child in children:
+            visit(f"{name}.{key}" if name else key, child, chain)
+
+    visit("", module, False)
+    return dict(atoms.values())
+
+
+def check_split_names(names: list[str], module: nn.Module, stages: int) -> None:
+    """Raise unless `names` are modules, one for each stage after the first.
+
+    Raises:
+        PipelineError: A wrong count, or a name that is no module.
+    """
+    if len(names) != stages - 1:
+        raise PipelineError(
+            f"pipeline_split names {len(names)} modules ({names}), but {stages} stages have {stages - 1} boundaries: "
+            "name the first module of every stage but the first."
+        )
+    known = [name for name, _ in module.named_modules() if name]
+    for name in names:
+        if name not in known:
+            raise PipelineError(f"pipeline_split names {name!r}, which is no module of the model." + near(name, known))
+
+
+def atoms_for_split(module: nn.Module, stages: int, names: list[str]) -> dict[str, nn.Module]:
+    """Atoms such that every named module is one, or begins with one."""
+    modules = dict(module.named_modules())
+    atoms: dict[str, nn.Module] = {}
+    for name, atom in find_atoms(module, stages).items():
+        inside = [n for n in names if n.startswith(name + ".")]
+        if not inside:
+            atoms[name] = atom
+            continue
+        # a boundary lies inside this atom: open it along the path to the named module
+        for key, child in atom.named_children():
+            atoms.update(_open(f"{name}.{key}", child, inside))
+    return {n: modules[n] for n in atoms}
+
+
+def _open(name: str, module: nn.Module, inside: list[str]) -> dict[str, nn.Module]:
+    if not _parameter_count(module):
+        return {}
+    deeper = [n for n in inside if n.startswith(name + ".")]
+    if not deeper and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return {name: module}
+    found: dict[str, nn.Module] = {}
+    for key, child in module.named_children():
+        found.update(_open(f"{name}.{key}", child, deeper))
+    return found
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_leaf(module: nn.Module, children: list[tuple[str, nn.Module]]) -> bool:
+    return not children or (type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OPEN_TORCH))

@@ -1,0 +1,185 @@
+"""HOW is one window of one microbatch executed, forwards and backwards?  Shared by the runner and the simulation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from torchmetrics import Metric
+
+from lightning_3d.errors import PipelineError
+from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.events import Vid
+from lightning_3d.pipeline.partition import Partition
+from lightning_3d.pipeline.phantom import Phantom
+from lightning_3d.pipeline.rng import Seeds, window_randomness
+from lightning_3d.pipeline.stage import StageRun
+from lightning_3d.probe import ModuleState
+
+
+@dataclass
+class Program:
+    """What is executed, and in which surroundings.
+
+    Attributes:
+        module, atoms: The root module and its closed pieces.
+        device: This rank's device.
+        tensor_group: Tensor-parallel group, or None.
+        forward_context: Entered around every forward (autocast), never around a backward.
+    """
+
+    module: nn.Module
+    atoms: Mapping[str, nn.Module]
+    device: torch.device
+    tensor_group: Any
+    forward_context: Callable[[], AbstractContextManager[Any]]
+    metrics: list[Metric] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
+
+
+@dataclass
+class Live:
+    """A forward whose backward has not run yet."""
+
+    partition: Partition
+    window: int
+    run: StageRun
+    loss: Tensor | None = None
+
+
+def call_step(module: nn.Module, step_name: str, *args: Any) -> Any:
+    """Call the user's step with as many arguments as it takes (batch, batch_idx, dataloader_idx), like Lightning."""
+    step = getattr(module, step_name)
+    return step(*args[: count_arguments(step, len(args))])
+
+
+def count_arguments(step: Callable[..., Any], available: int) -> int:
+    """How many positional arguments a step method takes."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return available
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return min(available, len(positional))
+
+
+def probe_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    """Arguments for a trace: the batch, and zeros for the indices the method requires."""
+    parameters = inspect.signature(step).parameters.values()
+    required = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and (p.default is p.empty or p.name == "batch_idx")
+    ]
+    return (batch, *([0] * (len(required) - 1)))
+
+
+def forward(
+    program: Program,
+    partition: Partition,
+    window: int,
+    received: Mapping[Vid, Tensor],
+    step: Callable[[], Any],
+    seeds: Seeds,
+) -> tuple[StageRun, Any]:
+    """Run one window; returns the run (captured values, logs) and the step's result (None before the last window)."""
+    run = StageRun(
+        partition,
+        window,
+        received,
+        module=program.module,
+        atoms=program.atoms,
+        seeds=seeds,
+        tensor_group=program.tensor_group,
+        device=program.device,
+    )
+    final_stage = partition.windows[-1].stage == partition.windows[window].stage
+    with (
+        window_randomness(seeds, window, program.device),
+        _untouched_state(program, partition, not run.last, final_stage),
+        sharding.guarded(),
+        program.forward_context(),
+    ):
+        out = run.run(step)
+    return run, out
+
+
+@contextmanager
+def _untouched_state(program: Program, partition: Partition, active: bool, replayed: bool) -> Iterator[None]:
+    """Windows before the last leave no trace in metrics, and no phantoms in attributes.
+
+    Args:
+        active: False in the last window: what the user's code does there is what it does.
+        replayed: The same rank runs the last window later, which does everything again: put all back.
+    """
+    if not active or not (program.metrics or partition.trace.touched):
+        yield
+        return
+    touched = ModuleState(program.module, partition.trace.touched)
+    metrics = ModuleState(program.module, program.metrics)
+    states = [x for m in program.metrics for x in tree_flatten([m.__dict__.get(k) for k in m._defaults])[0]]
+    values = [(x, x.clone()) for x in states if isinstance(x, Tensor)]
+    try:
+        yield
+    finally:
+        metrics.restore()
+        touched.restore(None if replayed else _holds_phantom)
+        with torch.no_grad():
+            for x, before in values:
+                x.copy_(before)
+
+
+def _holds_phantom(value: Any) -> bool:
+    return any(isinstance(x, Phantom) for x in tree_flatten(value)[0])
+
+
+def loss_of(out: Any, step_name: str) -> Tensor | None:
+    """The loss in the result of a training step; None when it returned None (skip this microbatch)."""
+    if isinstance(out, Mapping):
+        if "loss" not in out:
+            raise PipelineError(
+                f"{step_name} returned a dict with {list(out)} but no 'loss'. Return the loss, or a dict with 'loss'."
+            )
+        out = out["loss"]
+    if out is not None and not isinstance(out, Tensor):
+        raise PipelineError(f"{step_name} returned a {type(out).__name__}; it must return a tensor, a dict or None.")
+    return out
+
+
+def backward(live: Live, gradients: Mapping[Vid, Tensor]) -> dict[Vid, Tensor]:
+    """Backward of one window of one microbatch; gradients of its parameters accumulate in `.grad`.
+
+    Args:
+        live: The forward.
+        gradients: Value -> gradient from the windows that used it.
+
+    Returns:
+        Gradients of the received values that want one.
+    """
+    run = live.run
+    pairs = [(run.captured[vid], g) for vid, g in gradients.items() if run.captured[vid].requires_grad]
+    tensors, incoming = [x for x, _ in pairs], [g for _, g in pairs]
+    if live.loss is not None and live.loss.requires_grad:
+        tensors.append(live.loss)
+        incoming.append(torch.ones_like(live.loss))
+    if tensors:
+        torch.autograd.backward(tensors, incoming)
+    out = {}
+    for vid, leaf in run.received.items():
+        if leaf.requires_grad:
+            out[vid] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = None
+    run.release()
+    return out
+
+
+def differentiable(partition: Partition, vids: Sequence[Vid]) -> list[Vid]:
+    """Those values of a message whose gradients travel back."""
+    return [vid for vid in vids if partition.trace.meta[vid].requires_grad]

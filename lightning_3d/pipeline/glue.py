@@ -1,0 +1,280 @@
+"""HOW is glue code interpreted?  The base of the two interpreters: the tracing run and the run of one window.
+
+While an interpreter is active, every torch function that glue code calls (`on_op`), every call of an atom
+(`on_atom`), every custom autograd Function and every `self.log` goes through it. Atoms themselves run untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_unflatten
+from torchmetrics import MetricCollection
+
+from lightning_3d.errors import PipelineError
+from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
+from lightning_3d.pipeline.holders import holders, set_slots
+from lightning_3d.pipeline.phantom import Phantom, is_passive
+from lightning_3d.pipeline.regions import checkpoint_regions
+from lightning_3d.probe import intercept_functions
+
+_thread = threading.local()
+_NOTHING = object()
+
+
+def current() -> Glue | None:
+    """The interpreter that is active in this thread."""
+    return getattr(_thread, "glue", None)
+
+
+class Unwind(BaseException):
+    """The window is over: leave the user's step. Not an `Exception`, so that user code does not catch it."""
+
+
+class Glue(TorchFunctionMode):
+    """Base interpreter: counts events, routes them, and makes the phantoms of events that are not computed here.
+
+    Args:
+        module: The root module.
+        atoms: Name -> module of the closed pieces.
+
+    Attributes:
+        n: Number of the next event.
+        inside: Greater than zero while an event runs: what it calls is not glue code.
+    """
+
+    trace: Trace
+
+    def __init__(self, module: nn.Module, atoms: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.module, self.atoms = module, atoms
+        self.n, self.inside = 0, 0
+        self._turned: list[tuple[Any, type]] = []
+
+    # -- what an interpreter does
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def on_atom(self, name: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def on_region(self) -> Iterator[None]:
+        """Around the forward of one activation checkpoint."""
+        yield
+
+    def value(self, phantom: Phantom) -> Any:
+        raise NotImplementedError
+
+    # -- routing
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.inside or is_passive(func):
+            return func(*args, **(kwargs or {}))
+        iterate = func is Tensor.__iter__
+        # torch has taken the mode off its stack while this runs; the flag is for custom Functions the event calls
+        self.inside += 1
+        try:
+            out = self.on_op(Tensor.unbind if iterate else func, args, kwargs or {})
+        finally:
+            self.inside -= 1
+        return iter(out) if iterate else out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run code without the interpreter: popped when it is the innermost mode (no overhead), else flagged."""
+        self.inside += 1
+        on_top = torch.overrides._get_current_function_mode() is self
+        try:
+            with torch.overrides._pop_mode_temporarily() if on_top else nullcontext():
+                yield
+        finally:
+            self.inside -= 1
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Interpret all glue code of this thread."""
+        before = current()
+        _thread.glue = self
+        try:
+            with _installed(self), intercept_functions(_on_function, 0), checkpoint_regions(current), self:
+                yield
+        finally:
+            _thread.glue = before
+            for tensor, kind in reversed(self._turned):
+                tensor.__class__ = kind
+                tensor.__dict__.pop("run", None)
+                tensor.__dict__.pop("vid", None)
+            self._turned.clear()
+
+    # -- results of events that are not computed here
+    def phantom(self, vid: Vid) -> Phantom:
+        return Phantom.make(self, vid, self.trace.meta[vid])
+
+    def emit(self, event: Event, leaves: Any = (), arguments: Any = None) -> Any:
+        """The result of `event` as phantoms, and its side effects on what glue code can see."""
+        if event.single is not None:
+            return self.phantom(event.single)
+        for index, vid in event.mutations.items():
+            self._turn(leaves[index], vid)
+        needs_holders = event.holders or any(leaf.kind == "holder" for leaf in event.leaves)
+        found = holders(arguments) if needs_holders else []
+        values = []
+        for kind, payload in event.leaves:
+            if kind == "value":
+                values.append(self.phantom(payload))
+            elif kind == "input":
+                values.append(leaves[payload])
+            else:
+                values.append(found[payload] if kind == "holder" else payload)
+        out, hooked, attributes, contents = tree_unflatten(values, event.spec)
+        for (number, keys), new in zip(event.holders, contents, strict=True):
+            set_slots(found[number], list(zip(keys, new, strict=True)))
+        for (submodule, arg_leaves, spec), result in zip(event.hooked, hooked, strict=True):
+            _fire_hooks(submodule, self._hook_arguments(arg_leaves, spec), result)
+        for (submodule, name), value in zip(event.attributes, attributes, strict=True):
+            object.__setattr__(submodule, name, value)
+        return out
+
+    def _turn(self, tensor: Any, vid: Vid) -> None:
+        """An argument was changed in place: from now on it is another tracked value."""
+        if not isinstance(tensor, Phantom):
+            self._turned.append((tensor, tensor.__class__))
+            tensor.__class__ = Phantom
+            tensor.run = self
+        tensor.vid = vid
+
+    def _hook_arguments(self, leaves: list[Any], spec: Any) -> Any:
+        unknown = (-1, 0)
+        made = [Phantom.make(self, unknown, x) if isinstance(x, TensorMeta) else x for x in leaves]
+        return tree_unflatten(made, spec)
+
+
+def _fire_hooks(submodule: nn.Module, arguments: Any, result: Any) -> None:
+    """Call a submodule inside an atom that is not run here, so that its forward hooks see the (phantom) result."""
+    args, kwargs = arguments
+    with replaced_forward(submodule, lambda *_, **__: result):
+        submodule(*args, **kwargs)
+
+
+def _on_function(proceed: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A custom autograd Function called by glue code is one event."""
+    glue = current()
+    if glue is None or glue.inside:
+        return proceed(*args, **kwargs)
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        raise PipelineError(
+            "activation checkpointing with use_reentrant=True cuts the graph between stages. Use "
+            "checkpoint(..., use_reentrant=False)."
+        )
+
+    def call(*a: Any, **k: Any) -> Any:
+        return proceed(*a, **k)
+
+    call.__name__ = f"{cls.__name__}.apply"
+    with glue.paused():
+        return glue.on_op(call, args, kwargs)
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give one module instance another `forward` for a while."""
+    before = module.__dict__.get("forward", _NOTHING)
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        _put_back(module, "forward", before)
+
+
+def _put_back(module: nn.Module, key: str, before: Any) -> None:
+    if before is _NOTHING:
+        module.__dict__.pop(key, None)
+    else:
+        module.__dict__[key] = before
+
+
+@contextmanager
+def _installed(glue: Glue) -> Iterator[None]:
+    """Route atom calls and `self.log` to `glue`. Instance attributes, only while it is active.
+
+    So nothing is left for `deepcopy` (EMA callbacks) or `pickle`, and a rewritten class is always the one that runs.
+    """
+    undo: list[tuple[nn.Module, str, Any]] = []
+
+    def put(module: nn.Module, key: str, value: Any) -> None:
+        undo.append((module, key, module.__dict__.get(key, _NOTHING)))
+        module.__dict__[key] = value
+
+    try:
+        for name, atom in glue.atoms.items():
+            compiled = atom.__dict__.get("_compiled_call_impl")
+            put(atom, "forward", _routed(name, atom, atom.forward, compiled))
+            if compiled is not None:
+                put(atom, "_compiled_call_impl", None)
+        put(glue.module, "log", functools.partial(_log, glue.module))
+        put(glue.module, "log_dict", _log_dict)
+        yield
+    finally:
+        for module, key, before in reversed(undo):
+            _put_back(module, key, before)
+
+
+def _routed(name: str, atom: nn.Module, forward: Callable[..., Any], compiled: Any) -> Callable[..., Any]:
+    run = forward if compiled is None else functools.partial(_run_compiled, atom, compiled, forward)
+
+    @functools.wraps(forward)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        glue = current()
+        if glue is None or glue.inside:
+            return forward(*args, **kwargs)
+        return glue.on_atom(name, atom, run, args, kwargs)
+
+    return routed
+
+
+def _run_compiled(atom: nn.Module, compiled: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module compiled with `module.compile()`. Its hooks have been called around the routed forward already."""
+    hooks = (atom._forward_hooks, atom._forward_pre_hooks)
+    saved = [dict(h) for h in hooks]
+    for h in hooks:
+        h.clear()
+    try:
+        with replaced_forward(atom, forward):
+            return compiled(*args, **kwargs)
+    finally:
+        for h, content in zip(hooks, saved, strict=True):
+            h.update(content)
+
+
+def _log(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    glue = current()
+    assert glue is not None
+    if args:
+        kwargs.update(zip(_log_parameters(type(module)), args, strict=False))
+    glue.on_log(name, value, kwargs)
+
+
+def _log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+    glue = current()
+    assert glue is not None
+    metrics = isinstance(dictionary, MetricCollection)
+    for name, value in dictionary.items(keep_base=False) if metrics else dictionary.items():
+        _log(glue.module, name, value, *args, **kwargs)
+
+
+@functools.cache
+def _log_parameters(cls: type) -> tuple[str, ...]:
+    """Names of the parameters of `LightningModule.log` after (self, name, value)."""
+    return tuple(inspect.signature(cls.log).parameters)[3:]  # type: ignore[attr-defined]

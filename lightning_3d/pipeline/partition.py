@@ -1,0 +1,266 @@
+"""WHO runs which part of the step?  Cuts a trace into windows and says what each holds, receives and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_3d.errors import PipelineError, near
+from lightning_3d.pipeline.events import Event, Trace, Vid
+
+
+class Window(NamedTuple):
+    """Events `start <= n < stop` of a step, run by one stage."""
+
+    index: int
+    start: int
+    stop: int
+    stage: int
+
+
+@dataclass
+class Partition:
+    """A trace, cut.
+
+    Attributes:
+        trace: What is cut.
+        windows: The chain of windows. In training there is one per stage; an evaluation step that walks through the
+            model several times has more.
+        held: Per stage, the parameters its windows use.
+        receives: Per window, the values it needs from each earlier window: {owner window: [values]}.
+        buffers: Registered buffers glue code changes -> the window that keeps them current.
+    """
+
+    trace: Trace
+    windows: list[Window]
+    held: list[set[str]]
+    receives: list[dict[int, list[Vid]]]
+    buffers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        return len(self.held)
+
+    def sends(self, window: int) -> dict[int, list[Vid]]:
+        """Later window -> values that this window sends there."""
+        return {w: owners[window] for w, owners in enumerate(self.receives) if window in owners}
+
+    def wanted(self, window: int) -> list[Vid]:
+        """All values of a window that others need."""
+        return sorted({vid for vids in self.sends(window).values() for vid in vids})
+
+    def cost(self) -> list[float]:
+        """Work of every window."""
+        events = self.trace.events
+        return [sum(self.trace.cost(event) for event in events[w.start : w.stop]) for w in self.windows]
+
+    def plain(self) -> object:
+        """What must be equal on all ranks of a replica."""
+        return (self.trace.plain(), self.windows, self.receives, [sorted(names) for names in self.held])
+
+
+def windows_from_starts(trace: Trace, starts: Sequence[int]) -> list[Window]:
+    """One window per stage, beginning at the given events (the first at 0)."""
+    stops = [*starts[1:], len(trace.events)]
+    return [Window(i, start, stop, i) for i, (start, stop) in enumerate(zip(starts, stops, strict=True))]
+
+
+def make_partition(trace: Trace, windows: list[Window], stages: int | None = None) -> Partition:
+    """What every window holds, receives and sends.
+
+    Raises:
+        PipelineError: A boundary lies where none may, or a buffer is written and read in different stages.
+    """
+    stages = stages or max(w.stage for w in windows) + 1
+    window_of = [w.index for w in windows for _ in range(w.start, w.stop)]
+    for window in windows[1:]:
+        reason = trace.forbidden(window.start)
+        if reason is not None:
+            raise PipelineError(
+                f"stage {window.stage} would begin at {trace.events[window.start].name} (event {window.start}), but "
+                f"no stage may begin there: {reason}."
+            )
+    need: list[set[Vid]] = [set() for _ in windows]
+    held: list[set[str]] = [set() for _ in range(stages)]
+    for n, event in enumerate(trace.events):
+        # a Python value read from a tensor is read again, for real, in every later window
+        runs_in = range(window_of[n], len(windows)) if event.kind == "read" else (window_of[n],)
+        for w in runs_in:
+            need[w] |= event.reads
+            held[windows[w].stage] |= event.params
+    need[-1] |= trace.final_reads
+    receives = []
+    for window in windows:
+        owners: dict[int, list[Vid]] = {}
+        for vid in sorted(need[window.index]):
+            if window_of[vid[0]] < window.index:
+                owners.setdefault(window_of[vid[0]], []).append(vid)
+        receives.append(dict(sorted(owners.items())))
+    return Partition(trace, windows, held, receives, _buffer_windows(trace, window_of, windows))
+
+
+def _buffer_windows(trace: Trace, window_of: list[int], windows: list[Window]) -> dict[str, int]:
+    for name, written in trace.buffer_writes.items():
+        for read in trace.buffer_reads.get(name, ()):
+            stages = windows[window_of[read]].stage, windows[window_of[written]].stage
+            if stages[0] != stages[1]:
+                raise PipelineError(
+                    f"buffer {name!r} is read in stage {stages[0]} and written in stage {stages[1]} of one step. Keep "
+                    "both in one module, or choose pipeline_split so that one stage runs both."
+                )
+    return {name: window_of[n] for name, n in trace.buffer_writes.items()}
+
+
+# -- where to cut for training
+def automatic_starts(trace: Trace, stages: int) -> list[int]:
+    """Contiguous parts of the atom calls with the smallest largest cost; ties by the bytes that cross.
+
+    Raises:
+        PipelineError: The model offers fewer pieces than there are stages; the message names them.
+    """
+    calls = trace.calls()
+    legal = [i for i, (n, _) in enumerate(calls) if i and trace.forbidden(n) is None]
+    if len(legal) < stages - 1:
+        raise _too_few_pieces(trace, stages, len(legal) + 1)
+    points = [0, *legal, len(calls)]
+    before = [0.0]
+    for first, last in zip(points, points[1:], strict=False):
+        # what glue code does between two atoms belongs to the piece before it
+        begin = calls[first][0] if first else 0
+        stop = calls[last][0] if last < len(calls) else len(trace.events)
+        before.append(before[-1] + sum(trace.cost(event) for event in trace.events[begin:stop]))
+    crossing = [0.0, *(float(trace.live_bytes(calls[i][0])) for i in legal), 0.0]
+    chosen = _smallest_maximum(before, crossing, stages)
+    return [0, *(calls[points[i]][0] for i in chosen)]
+
+
+def _smallest_maximum(before: list[float], crossing: list[float], parts: int) -> list[int]:
+    """Inner boundaries of the best contiguous partition; `before[i]` is the cost of everything before point i."""
+    end = len(before) - 1
+    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
+    for k in range(1, parts + 1):
+        for b in range(k, end + 1):
+            options = []
+            for a in range(k - 1, b):
+                if (k - 1, a) in best:
+                    largest, sent, cuts = best[k - 1, a]
+                    options.append((max(largest, before[b] - before[a]), sent + crossing[a], [*cuts, a]))
+            if options:
+                best[k, b] = min(options, key=lambda option: option[:2])
+    return best[parts, end][2][1:]
+
+
+def named_starts(trace: Trace, names: list[str]) -> list[int]:
+    """Stage boundaries at the first call of, or inside, each named module.
+
+    Raises:
+        PipelineError: The step calls no such module, the names are in another order than the calls, or no stage may
+            begin there.
+    """
+    calls = trace.calls()
+    starts = [0]
+    for name in names:
+        found = [n for n, event in calls if event.atom == name or event.atom.startswith(name + ".")]
+        if not found:
+            raise PipelineError(
+                f"pipeline_split names {name!r}, but {trace.step} never calls it as one of its pieces: "
+                f"{', '.join(dict.fromkeys(trace.call_names()))}." + near(name, trace.call_names())
+            )
+        if found[0] <= starts[-1]:
+            raise PipelineError(
+                f"pipeline_split: {name!r} is called before, or together with, the module named in front of it, or "
+                f"nothing is called before it. The order of {trace.step} is {', '.join(trace.call_names())}."
+            )
+        starts.append(found[0])
+    return starts
+
+
+def _too_few_pieces(trace: Trace, stages: int, pieces: int) -> PipelineError:
+    reasons = list(dict.fromkeys(f"{n.why} (events {n.first} to {n.last})" for n in trace.no_cut))
+    why = f" No boundary is possible inside: {'; '.join(reasons)}." if reasons else ""
+    names = ", ".join(trace.call_names()) or "no module with parameters is called"
+    return PipelineError(
+        f"{stages} pipeline stages were asked for, but {trace.step} offers only {pieces} "
+        f"piece{'s' if pieces > 1 else ''}: {names}.{why} Use a smaller pipeline_parallel_size, or give the model "
+        "more modules that are called one after the other."
+    )
+
+
+# -- where to cut any step, once parameters have their stages
+class Held(NamedTuple):
+    """Which stages hold which parameter, and in which order training cut the calls of the atoms."""
+
+    stages: int
+    holders: Mapping[str, tuple[int, ...]]
+    call_names: tuple[str, ...] = ()
+    start_calls: tuple[int, ...] = ()
+
+
+def owned_windows(trace: Trace, held: Held) -> list[Window]:
+    """Windows for a step whose parameters already have their stages.
+
+    The same calls as when the model was cut: the same boundaries. Otherwise a new window begins at the first event
+    that needs a parameter the current stage does not hold; the walk is always forwards, from the last stage back to
+    the first, so a step that calls the model twice becomes the chain 0, 1, 0, 1.
+
+    Raises:
+        PipelineError: One event needs parameters that no single stage holds.
+    """
+    calls = trace.calls()
+    if tuple(trace.call_names()) == held.call_names:
+        return windows_from_starts(trace, [0, *(calls[i][0] for i in held.start_calls[1:])])
+    starts, stage = [(0, 0)], 0
+    for n, event in enumerate(trace.events):
+        allowed = _allowed(event, held)
+        if allowed is None or stage in allowed:
+            continue
+        stage = min(allowed, key=lambda s: (s - stage) % held.stages)
+        starts.append((n, stage))
+    # the first window begins with the first parameter that is used, the last one ends on the last stage
+    if len(starts) > 1 and not any(e.params for e in trace.events[: starts[1][0]]) and starts[1][1] != 0:
+        starts = [(0, starts[1][1]), *starts[2:]]
+    if starts[-1][1] != held.stages - 1:
+        starts.append((len(trace.events), held.stages - 1))
+    stops = [n for n, _ in starts[1:]] + [len(trace.events)]
+    return [Window(i, n, stop, s) for i, ((n, s), stop) in enumerate(zip(starts, stops, strict=True))]
+
+
+def _allowed(event: Event, held: Held) -> set[int] | None:
+    """Stages that can run an event; None: all."""
+    if not event.params or event.kind == "local":
+        return None
+    allowed = set(range(held.stages))
+    for name in event.params:
+        allowed &= set(held.holders[name])
+    if not allowed:
+        where = ", ".join(f"{name!r} (stage {held.holders[name][0]})" for name in sorted(event.params)[:6])
+        raise PipelineError(
+            f"{event.name} needs parameters of several pipeline stages at once: {where}. Put them into one module that "
+            "both the training and the evaluation step call."
+        )
+    return allowed
+
+
+def place_unused(trace: Trace, held: list[set[str]], atoms: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Give the parameters that the step never uses to stages, so that nothing is lost (frozen copies, EMA weights).
+
+    Whole pieces in order of registration, shared out evenly by size; what is in no piece goes to the last stage.
+
+    Args:
+        trace: With the sizes of all parameters.
+        held: Per stage, the names; extended in place.
+        atoms: (name, parameter names) of every piece, in order of registration.
+    """
+    used = set().union(*held)
+    missing = set(trace.sizes) - used
+    pieces = [[n for n in names if n in missing] for _, names in atoms]
+    total = sum(trace.sizes[n] for names in pieces for n in names)
+    running = 0
+    for names in pieces:
+        size = sum(trace.sizes[n] for n in names)
+        stage = min(len(held) - 1, int(len(held) * (running + size / 2) / total)) if total else 0
+        running += size
+        for name in set(names) - set().union(*held):
+            held[stage].add(name)
+    held[-1] |= set(trace.sizes) - set().union(*held)

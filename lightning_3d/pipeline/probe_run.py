@@ -1,0 +1,342 @@
+"""HOW is the trace of a step made?  The user's step runs once with fake parameters, and every event is written down.
+
+Local values (what depends on no parameter) are computed for real. A tracked value is a phantom that carries a
+FakeTensor. An atom runs on FakeTensors as a whole; if that is not possible (shapes that depend on values, an operator
+without a fake kernel) it runs once for real on zeros.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_3d.errors import PipelineError
+from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.describe import describe
+from lightning_3d.pipeline.events import Event, NoCut, TensorMeta, Trace, Vid
+from lightning_3d.pipeline.glue import Glue, replaced_forward
+from lightning_3d.pipeline.holders import changed, copy_holder, has_tensor, holders, is_opaque, slots
+from lightning_3d.pipeline.phantom import Phantom, function_name
+from lightning_3d.probe import VALUE_READS, Answers, FakeParameters
+
+_NO_FAKE_RUN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    RuntimeError,
+    NotImplementedError,
+    AssertionError,
+)
+
+
+class RandomWatch(TorchDispatchMode):
+    """Notices whether anything inside draws from a default generator."""
+
+    hit = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
+            self.hit = True
+        return func(*args, **(kwargs or {}))
+
+
+class TraceRun(Glue):
+    """One run of the step that fills `trace`.
+
+    Args:
+        module, atoms: The root module and its closed pieces.
+        trace: Empty; filled by the run.
+        fakes: The open `FakeParameters` of `module`.
+        answers: What value reads of tracked tensors return.
+        device: The device of the parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        atoms: Mapping[str, nn.Module],
+        trace: Trace,
+        fakes: FakeParameters,
+        answers: Answers,
+        device: torch.device,
+    ) -> None:
+        super().__init__(module, atoms)
+        self.trace, self.fakes, self.answers, self.device = trace, fakes, answers, device
+        self.buffers = {id(b): name for name, b in module.named_buffers()}
+        self.fake_of: dict[Vid, Tensor] = {}
+        self._aliases: dict[Any, list[weakref.ref[Phantom]]] = defaultdict(list)
+        self._touched_inside: set[Vid] = set()
+        self._made: list[Phantom] = []
+
+    def run(self, step: Callable[[], Any]) -> None:
+        with self.active():
+            out = step()
+        self.trace.final_reads |= {x.vid for x in tree_flatten(out)[0] if isinstance(x, Phantom)}
+        dynamic = [n for n, event in enumerate(self.trace.events) if event.dynamic]
+        if dynamic:
+            name = self.trace.events[dynamic[0]].name
+            why = f"{name} makes a shape that depends on values, which only the stage that runs it knows"
+            self.trace.no_cut.append(NoCut(dynamic[0], len(self.trace.events) - 1, why))
+
+    # -- values
+    def value(self, phantom: Phantom) -> Tensor:
+        """A phantom inside an opaque object was touched by the atom that runs."""
+        self._touched_inside.add(phantom.vid)
+        return self.fake_of[phantom.vid]
+
+    def phantom(self, vid: Vid) -> Phantom:
+        made = super().phantom(vid)
+        self._made.append(made)
+        return made
+
+    def _fake(self, x: Any) -> Any:
+        if isinstance(x, Phantom):
+            return self.fake_of[x.vid]
+        if not isinstance(x, Tensor) or isinstance(sharding.local(x), FakeTensor) or sharding.placement(x) is not None:
+            return x
+        return self.fakes.mode.from_tensor(x)
+
+    # -- events
+    def _begin(self, name: str, kind: Any, leaves: list[Any]) -> tuple[int, Event]:
+        n = self.n
+        self.n += 1
+        event = Event(name, kind)
+        self.trace.events.append(event)
+        for x in leaves:
+            if isinstance(x, Phantom):
+                event.reads.add(x.vid)
+                stale = getattr(x, "stale", None)
+                if stale is not None:
+                    self.trace.no_cut.append(NoCut(stale[0], stale[1], f"a view is changed in place by {stale[2]}"))
+            elif isinstance(x, Tensor) and id(sharding.local(x)) in self.fakes.names:
+                event.params.add(self.fakes.names[id(sharding.local(x))])
+            elif isinstance(sharding.local(x), FakeTensor):
+                raise PipelineError(
+                    f"{name} uses a value that left a module through a global variable or a closure. A pipeline cannot "
+                    "see it: return it from the module, or keep it in an attribute of that module."
+                )
+            if id(x) in self.buffers:
+                self.trace.buffer_reads[self.buffers[id(x)]].append(n)
+        return n, event
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        n, event = self._begin(function_name(func), "local", leaves)
+        if not event.reads and not event.params:
+            with RandomWatch() as watch:
+                out = func(*args, **kwargs)
+            event.random = watch.hit
+            return out
+        if event.name == "backward" or func is torch.autograd.grad:
+            raise PipelineError(
+                f"{self.trace.step} calls {event.name}() itself (manual optimization, or a gradient penalty). That is "
+                "not possible when the graph spans pipeline stages: use pipeline_parallel_size=1."
+            )
+        event.kind = "op"
+        if func in VALUE_READS:
+            return self._read(func, event, leaves)
+        fakes = [self._fake(x) for x in leaves]
+        versions = _versions(fakes)
+        fake_args, fake_kwargs = tree_unflatten(fakes, spec)
+        try:
+            with self.fakes.mode, FlopCounterMode(display=False) as counter, RandomWatch() as watch:
+                out = func(*fake_args, **fake_kwargs)
+        except DataDependentOutputException:
+            return self._read(func, event, leaves)
+        except DynamicOutputShapeException:
+            return self._dynamic(func, event, n, leaves, fakes, spec)
+        event.flops, event.random = counter.get_total_flops(), watch.hit
+        return describe(self, event, n, leaves, fakes, versions, (out, [], [], []))
+
+    def _read(self, func: Any, event: Event, leaves: list[Any]) -> Any:
+        event.kind = "read"
+        self.trace.warnings.append(f"{event.name} reads a value of a pipeline tensor (event {self.n - 1})")
+        return self.answers(func, next(x for x in leaves if isinstance(x, Tensor)))
+
+    def _dynamic(self, func: Any, event: Event, n: int, leaves: list[Any], fakes: list[Any], spec: Any) -> Any:
+        """The shape depends on values: go on with the shape that ones would give; nothing after this can be cut."""
+        event.dynamic = True
+        ones = [sharding.on_local(self._filled(1), x) if _is_fake(x) else x for x in fakes]
+        versions = _versions(ones)
+        args, kwargs = tree_unflatten(ones, spec)
+        out = func(*args, **kwargs)
+        return describe(self, event, n, leaves, ones, versions, (out, [], [], []))
+
+    def _filled(self, value: float) -> Callable[[Tensor], Tensor]:
+        def fill(x: Tensor) -> Tensor:
+            real = torch.full(x.shape, value, dtype=x.dtype, device=self.device).requires_grad_(x.requires_grad)
+            return real * 1 if real.requires_grad else real  # not a leaf: in-place operations are legal
+
+        return fill
+
+    @contextmanager
+    def on_region(self) -> Iterator[None]:
+        first = self.n
+        yield
+        if self.n - 1 > first:
+            self.trace.no_cut.append(NoCut(first, self.n - 1, "it is one activation checkpoint"))
+
+    def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
+        if isinstance(value, Phantom):
+            self.trace.final_reads.add(value.vid)
+
+    # -- atoms
+    def on_atom(self, name: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.paused():
+            leaves, spec = tree_flatten((args, kwargs))
+            n, event = self._begin("atom:" + name, "atom", leaves)
+            event.params = {self.fakes.names[id(p)] for p in module.parameters()}
+            self._touched_inside = set()
+            before = _attributes(module)
+            fakes = [self._fake(x) for x in leaves]
+            execution = _AtomExecution(self, module, run, fakes, spec)
+            execution.execute(name)
+            event.reads |= self._touched_inside
+            event.flops, event.random = execution.flops, execution.random
+            left = [
+                (key, x)
+                for key, x in _attributes(module).items()
+                if has_tensor(x) and (key not in before or before[key] is not x)
+            ]
+            event.attributes = [(self._module_by_id[i], attribute) for (i, attribute), _ in left]
+            event.hooked = [
+                (submodule, [TensorMeta.of(x) if isinstance(x, Tensor) else x for x in flat], arg_spec)
+                for submodule, flat, arg_spec, _ in execution.taps
+            ]
+            contents = []
+            for number, (holder, old) in enumerate(execution.holders):
+                new = slots(holder) or []
+                if changed(old, new):
+                    event.holders.append((number, [key for key, _ in new]))
+                    contents.append([x for _, x in new])
+            originals = holders((args, kwargs))
+            copies = {id(c): o for c, o in zip(holders(execution.tree), originals, strict=True)}
+            combined = (execution.out, [tap[3] for tap in execution.taps], [x for _, x in left], contents)
+            return describe(
+                self, event, n, leaves, execution.inputs, execution.versions, combined,
+                arguments=(args, kwargs), copies=copies, invented=execution.on_zeros,
+            )  # fmt: skip
+
+    @property
+    def _module_by_id(self) -> dict[int, nn.Module]:
+        return {id(m): m for m in self.module.modules()}
+
+
+class _AtomExecution:
+    """One atom, run without data.
+
+    Attributes:
+        out, taps: Its result, and (module, argument leaves, spec, result) of submodules with forward hooks.
+        inputs, versions: The argument leaves it ran on, and their version counters before.
+        tree, holders: The arguments, and their mutable holders with the content before.
+        on_zeros: It could not run on FakeTensors, and ran on zeros.
+    """
+
+    def __init__(self, owner: TraceRun, module: nn.Module, run: Callable[..., Any], fakes: list[Any], spec: Any) -> None:
+        self.owner, self.module, self._run, self._fakes, self._spec = owner, module, run, fakes, spec
+        self.on_zeros = False
+        self.flops, self.random = 0, False
+
+    def execute(self, name: str) -> None:
+        try:
+            with self.owner.fakes.mode:
+                self._call(self._fakes)
+        except PipelineError:
+            raise
+        except _NO_FAKE_RUN as error:
+            self.on_zeros = True
+            self.owner.trace.warnings.append(f"{name}: probed with zeros, its run on shapes failed ({error!r:.200})")
+            self._call_on_zeros()
+
+    def _call(self, inputs: list[Any]) -> None:
+        self.inputs, self.versions = inputs, _versions(inputs)
+        # opaque arguments (a KV cache, ...) are copied: the probe leaves no trace in them
+        self.tree = tree_unflatten([copy_holder(x) if is_opaque(x) else x for x in inputs], self._spec)
+        self.holders = [(h, slots(h) or []) for h in holders(self.tree)]
+        args, kwargs = self.tree
+        with FlopCounterMode(display=False) as counter, RandomWatch() as watch, self._hooks_recorded() as self.taps:
+            self.out = self._run(*args, **kwargs)
+        self.flops, self.random = counter.get_total_flops(), watch.hit
+
+    def _call_on_zeros(self) -> None:
+        zeros = self.owner._filled(0)
+        inside = {id(d) for m in self.module.modules() for d in (m._parameters, m._buffers)}
+        undo = []
+        for dictionary, key, original in self.owner.fakes.swapped:
+            if id(dictionary) in inside:
+                fake = dictionary[key]
+                real = torch.zeros(fake.shape, dtype=fake.dtype, device=self.owner.device)
+                undo.append((dictionary, key, fake))
+                if isinstance(original, nn.Parameter):
+                    real = _like_parameter(real, fake)
+                dictionary[key] = real
+        try:
+            self._call([sharding.on_local(zeros, x) if _is_fake(x) else x for x in self._fakes])
+        finally:
+            for dictionary, key, fake in undo:
+                dictionary[key] = fake
+
+    @contextmanager
+    def _hooks_recorded(self) -> Iterator[list[Any]]:
+        """Hooks of inner submodules are fired once, with phantoms, by `emit`; here their results are only recorded."""
+        hooked = [m for m in self.module.modules() if m is not self.module and m._forward_hooks]
+        saved = [dict(m._forward_hooks) for m in hooked]
+        taps: list[Any] = []
+
+        def recorded(submodule: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                out = forward(*args, **kwargs)
+                taps.append((submodule, *tree_flatten((args, kwargs)), out))
+                return out
+
+            return call
+
+        with ExitStack() as stack:
+            for submodule in hooked:
+                submodule._forward_hooks.clear()
+                stack.enter_context(replaced_forward(submodule, recorded(submodule, submodule.forward)))
+            try:
+                yield taps
+            finally:
+                for submodule, hooks in zip(hooked, saved, strict=True):
+                    submodule._forward_hooks.update(hooks)
+
+
+def _like_parameter(real: Tensor, fake: Any) -> nn.Parameter:
+    parameter = nn.Parameter(real, requires_grad=fake.requires_grad)
+    for attribute in ("placement", "global_shape"):
+        if hasattr(fake, attribute):
+            setattr(parameter, attribute, getattr(fake, attribute))
+    return parameter
+
+
+def _is_fake(x: Any) -> bool:
+    return isinstance(x, Tensor) and isinstance(sharding.local(x), FakeTensor)
+
+
+def _versions(leaves: list[Any]) -> list[int | None]:
+    return [sharding.local(x)._version if isinstance(x, Tensor) else None for x in leaves]
+
+
+def _attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """Python attributes of all submodules."""
+    skipped = ("_parameters", "_buffers", "_modules", "_non_persistent")
+    return {
+        (id(m), key): value
+        for m in module.modules()
+        for key, value in m.__dict__.items()
+        if not key.startswith(skipped) and key != "forward"
+    }

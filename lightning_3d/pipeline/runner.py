@@ -1,0 +1,325 @@
+"""WHO drives a batch through the pipeline?  Set-up, and one call per batch.
+
+Set-up traces the user's step, cuts it, lets all ranks agree, and frees the parameters of other stages. After that a batch
+is split into microbatches, every microbatch gets its (cached) partition, and the schedule's list is walked.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.comm import Communicator
+from lightning_3d.errors import PipelineError
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.channels import Channels
+from lightning_3d.pipeline.events import Trace
+from lightning_3d.pipeline.execution import Program, call_step, probe_arguments
+from lightning_3d.pipeline.microbatch import batch_size, signature, split_with_shares
+from lightning_3d.pipeline.partition import Held, Partition
+from lightning_3d.pipeline.phantom import drop
+from lightning_3d.pipeline.planning import Split, cut, make_plan
+from lightning_3d.pipeline.results import StepResult, collect
+from lightning_3d.pipeline.rng import Seeds, mix
+from lightning_3d.pipeline.schedule import Action, forward_only, schedule_named
+from lightning_3d.pipeline.trace import trace, without_inference_tensors
+from lightning_3d.pipeline.walk import Recorder, Walk
+from lightning_3d.probe import agree
+
+TRAINING = "training_step"
+_PARTITIONS_KEPT = 256
+
+
+class PipelineRunner:
+    """Runs the step methods of a LightningModule over the pipeline stages of a mesh.
+
+    Args:
+        module: The user's module, on `mesh.device`, tensor-parallel rewrite done.
+        mesh: This rank's place.
+        schedule: Name of the schedule for training.
+        num_microbatches: Microbatches per batch; a smaller batch gives one per sample.
+        tensor_group: Tensor-parallel group of the rewritten module, or None.
+        split: "auto", or the name of the first module of every stage but the first.
+        seed: Base of all random numbers drawn inside steps.
+        forward_context: Entered around every forward window (autocast), never around a backward.
+        recorder: Called with (action, start, end) for every action, and with kind "wait" for every wait.
+
+    Attributes:
+        parameters: Name -> parameter, of those this rank holds.
+        names: Names of all parameters.
+        holders: Name -> stages that hold it.
+        shared: Stages -> names of the parameters they share.
+        shared_groups: This rank's (communicator, names) of shared parameters.
+        counted: Names this rank counts in norms: those whose first holder is its stage.
+        buffers: Name of a buffer -> stage that keeps it current.
+        live_peak: Largest number of live microbatches in the last training batch.
+        step_number: Number of training batches so far (random numbers depend on it).
+        channels: The messages; `channels.on_wait` is called before a receive may block.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        schedule: str = "1f1b",
+        num_microbatches: int,
+        tensor_group: Any = None,
+        split: Split = "auto",
+        seed: int = 0,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.module, self.mesh, self.num_microbatches = module, mesh, num_microbatches
+        self.stages, self.stage = mesh.layout.pp, mesh.at.pp
+        self.split, self.seed, self.recorder = split, seed, recorder
+        self._schedule = schedule_named(schedule)
+        self._forward_context, self._tensor_group = forward_context, tensor_group
+        self.channels = Channels(mesh)
+        self.step_number = self.evaluation_number = self.live_peak = 0
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.names: list[str] = []
+        self.holders: dict[str, tuple[int, ...]] = {}
+        self.shared: dict[tuple[int, ...], list[str]] = {}
+        self.shared_groups: list[tuple[Communicator, list[str]]] = []
+        self.counted: set[str] = set()
+        self.buffers: dict[str, int] = {}
+        self._held: Held | None = None
+        self._partitions: dict[Any, Partition] = {}
+
+    # -- set-up
+    @property
+    def is_set_up(self) -> bool:
+        return self._held is not None
+
+    def setup(self, step_name: str, batch: Any) -> Partition:
+        """Trace the step on the first microbatch of `batch`, cut it, and drop what this rank does not hold.
+
+        Collectives: the plan of the first replica is broadcast over dp (a few KB); a digest is compared over the
+        replica (8 bytes); one group is made per set of stages that share parameters.
+
+        Args:
+            step_name: The step whose calls decide the cut ("training_step" when there is training).
+            batch: A batch, equal on all ranks of a replica.
+
+        Raises:
+            PipelineError: The step cannot be cut as asked.
+        """
+        assert self._held is None, "set up already"
+        first = self._first_microbatch(batch)
+        plan = make_plan(self.module, self.stages, self.split, lambda atoms: self._trace(step_name, first, atoms))
+        self._program = Program(
+            self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context
+        )
+        # batches differ between replicas; the placement of parameters must not
+        held = self.mesh.data.broadcast_object(plan.held, 0)
+        self._held = Held(held.stages, held.holders, held.call_names, held.start_calls)
+        partition = self._agreed(step_name, plan.trace)
+        self._partitions[self._key(step_name, first)] = partition
+        self._place(partition)
+        return partition
+
+    def _first_microbatch(self, batch: Any) -> Any:
+        return split_with_shares(batch, self.num_microbatches)[0][0]
+
+    def _place(self, partition: Partition) -> None:
+        assert self._held is not None
+        self.holders = dict(self._held.holders)
+        everything = dict(self.module.named_parameters())
+        self.names = list(everything)
+        mine = {n for n in self.names if self.stage in self.holders[n]}
+        self.buffers = self._buffer_stages(partition)
+        drop(self.module, mine, self.holders)
+        self.parameters = {n: p for n, p in everything.items() if n in mine}
+        self.counted = {n for n in mine if self.holders[n][0] == self.stage}
+        for name in self.names:
+            if len(self.holders[name]) > 1:
+                self.shared.setdefault(self.holders[name], []).append(name)
+        for stages in sorted(self.shared):
+            communicator = self.mesh.holders(stages)
+            if self.stage in stages:
+                self.shared_groups.append((communicator, self.shared[stages]))
+        self._all_parameters = list(everything.values())
+        self._all_modules = list(self.module.modules())
+
+    def _buffer_stages(self, partition: Partition) -> dict[str, int]:
+        """Buffers of an atom live where it first runs; those of glue code where they are written, else last."""
+        out = {}
+        calls = {event.atom: n for n, event in reversed(partition.trace.calls())}
+        for name, _ in self.module.named_buffers():
+            stage = self.stages - 1
+            for atom, n in calls.items():
+                if name.startswith(atom + "."):
+                    stage = next(w.stage for w in partition.windows if w.start <= n < w.stop)
+            if name in partition.buffers:
+                stage = partition.windows[partition.buffers[name]].stage
+            out[name] = stage
+        return out
+
+    # -- traces and partitions
+    def _trace(self, step_name: str, microbatch: Any, atoms: Any, args: Sequence[Any] | None = None) -> Trace:
+        step = getattr(self.module, step_name)
+        microbatch = without_inference_tensors(microbatch)
+        arguments = probe_arguments(step, microbatch) if args is None else (microbatch, *args)
+        return trace(
+            self.module,
+            atoms,
+            lambda: call_step(self.module, step_name, *arguments),
+            self._tensor_group,
+            name=step_name,
+            device=self.mesh.device,
+            forward_context=self._forward_context,
+            seed=mix(self.seed, zlib.crc32(step_name.encode())) & 0x7FFF_FFFF,
+        )
+
+    def _agreed(self, step_name: str, found: Trace) -> Partition:
+        assert self._held is not None
+        partition = cut(found, self._held, training=step_name == TRAINING)
+        agree(f"the pipeline plan of {step_name}", partition.plain(), self.mesh.replica)
+        return partition
+
+    def _key(self, step_name: str, microbatch: Any) -> Any:
+        """What a step's path may depend on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trainable = tuple(p.requires_grad for p in self.module.parameters())
+        modes = tuple(m.training for m in self.module.modules())
+        return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), signature(microbatch))
+
+    def _partition(self, step_name: str, microbatch: Any, args: Sequence[Any]) -> Partition:
+        key = self._key(step_name, microbatch)
+        if key not in self._partitions:
+            while len(self._partitions) >= _PARTITIONS_KEPT:
+                self._partitions.pop(next(iter(self._partitions)))
+            self._partitions[key] = self._agreed(
+                step_name, self._trace(step_name, microbatch, self._program.atoms, args)
+            )
+        return self._partitions[key]
+
+    # -- batches
+    def batch_size(self, batch: Any) -> int:
+        """Number of samples of a batch, as it will be cut."""
+        return batch_size(batch)
+
+    def train_step(
+        self,
+        batch: Any,
+        batch_idx: int,
+        *,
+        scale: float | Tensor = 1.0,
+        before_last_backward: Callable[[], None] | None = None,
+        weights: Sequence[float | Tensor] | None = None,
+    ) -> StepResult:
+        """Run the schedule on one batch. Gradients of `scale * sum(weight * loss)` are added into `.grad`.
+
+        Nothing is reduced over dp or between the holders of shared parameters here (see `reduce_shared`).
+
+        Args:
+            batch: The same on all ranks of a replica.
+            batch_idx: Passed on to the user's step.
+            scale: Factor of the whole loss (1/dp, 1/accumulation, gradient scaler).
+            before_last_backward: Called right before this stage's last backward.
+            weights: Per microbatch, instead of its share of the samples.
+
+        Raises:
+            DivergedError: The step took another path than the planned one.
+        """
+        microbatches, sizes = split_with_shares(batch, self.num_microbatches)
+        weights = [size / sum(sizes) for size in sizes] if weights is None else list(weights)
+        assert len(weights) == len(microbatches), f"{len(weights)} weights for {len(microbatches)} microbatches"
+        lists = [self._schedule(self.stages, len(microbatches), s) for s in range(self.stages)]
+        walk = self._walk(TRAINING, microbatches, (batch_idx,), self.step_number, [w * scale for w in weights])
+        walk.run(lists, before_last_backward)
+        self.step_number += 1
+        self.live_peak = walk.live_peak
+        self._spread_buffers(walk.partitions)
+        return self._result(walk, sizes, weights)
+
+    def evaluate(self, step_name: str, batch: Any, batch_idx: int = 0, *args: Any) -> StepResult:
+        """Run a step forward only (validation, test, predict); call it under `no_grad` or `inference_mode`.
+
+        Args:
+            step_name: Name of the method.
+            batch: The same on all ranks of a replica.
+            batch_idx: Passed on, as far as the method takes it.
+            *args: More arguments for the method (dataloader_idx).
+        """
+        assert not torch.is_grad_enabled(), "evaluation needs torch.no_grad() or torch.inference_mode()"
+        microbatches, sizes = split_with_shares(batch, self.num_microbatches)
+        number = mix(zlib.crc32(step_name.encode()), self.evaluation_number)
+        walk = self._walk(step_name, microbatches, (batch_idx, *args), number, None)
+        walk.run(self._evaluation_lists(walk.partitions))
+        self.evaluation_number += 1
+        self._spread_buffers(walk.partitions)
+        return self._result(walk, sizes, [size / sum(sizes) for size in sizes])
+
+    def _evaluation_lists(self, partitions: Sequence[Partition]) -> list[list[Action]]:
+        owners = [[w.stage for w in partition.windows] for partition in partitions]
+        if all(chain == owners[0] for chain in owners):
+            return [forward_only(owners[0], len(partitions), s) for s in range(self.stages)]
+        chains = list(enumerate(owners))  # microbatches of different sizes may take different walks: one after the other
+        return [
+            [Action("F", i, w) for i, chain in chains for w, owner in enumerate(chain) if owner == s]
+            for s in range(self.stages)
+        ]
+
+    def _walk(self, step_name: str, microbatches: list[Any], args: Any, number: int, factors: Any) -> Walk:
+        assert self._held is not None, "setup() first"
+        partitions = [self._partition(step_name, microbatch, args) for microbatch in microbatches]
+
+        def step(microbatch: Any) -> Callable[[], Any]:
+            return lambda: call_step(self.module, step_name, microbatch, *args)
+
+        return Walk(
+            self._program,
+            self.channels,
+            self.stage,
+            partitions,
+            [step(microbatch) for microbatch in microbatches],
+            [Seeds(self.seed, number, i, self.mesh.at.dp) for i in range(len(microbatches))],
+            factors,
+            step_name,
+            self.mesh.ledger,
+            self.recorder,
+        )
+
+    def _result(self, walk: Walk, sizes: list[int], weights: Any) -> StepResult:
+        if self.stage != self.stages - 1:
+            return StepResult(microbatches=len(sizes))
+        return collect(walk.outputs, walk.losses, walk.logged, sizes, weights)
+
+    def _spread_buffers(self, partitions: Sequence[Partition]) -> None:
+        """Buffers that glue code wrote: from the stage that ran the write to all others."""
+        written = {name: p.windows[w].stage for p in partitions for name, w in p.buffers.items()}
+        for name, stage in sorted(written.items()):
+            self.mesh.pipeline.broadcast(self.module.get_buffer(name), self.mesh.peer(stage))
+
+    def reduce_shared(self) -> None:
+        """Sum the gradients of parameters that several stages hold; once per optimizer step, before the dp reduction.
+
+        Collectives: one all-reduce of each shared parameter's gradient over its holders.
+        """
+        for communicator, names in self.shared_groups:
+            for name in names:
+                parameter = self.parameters[name]
+                if parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    communicator.all_reduce(parameter.grad)
+
+    def check_microbatches(self, batch: Any) -> None:
+        """Raise unless the batch has at least one sample per microbatch.
+
+        Raises:
+            PipelineError: Names both numbers.
+        """
+        size = self.batch_size(batch)
+        if size < self.num_microbatches:
+            raise PipelineError(
+                f"num_microbatches is {self.num_microbatches}, but the first batch has only {size} samples per replica. "
+                f"Use num_microbatches of at most {size}, or a larger batch size."
+            )

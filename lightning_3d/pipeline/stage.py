@@ -1,0 +1,288 @@
+"""WHAT does one stage run?  One window of one microbatch: the user's step, of which only this window is computed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_3d.errors import DivergedError
+from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.events import MUTATED, Event, Vid
+from lightning_3d.pipeline.glue import Glue, Unwind, replaced_forward
+from lightning_3d.pipeline.holders import holders, replace_in_place, slots
+from lightning_3d.pipeline.partition import Partition
+from lightning_3d.pipeline.phantom import Phantom, function_name
+from lightning_3d.pipeline.rng import Seeds, seed_torch
+
+
+class Logged(NamedTuple):
+    """One call of `self.log`."""
+
+    name: str
+    value: Any
+    kwargs: dict[str, Any]
+
+
+class _Entry(torch.autograd.Function):
+    """A non-leaf alias of a received leaf: in-place operations on it are legal, and nothing is copied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class StageRun(Glue):
+    """One forward of one window on one microbatch.
+
+    Before the window, tracked events become phantoms and local ones run. In the window everything runs, phantoms
+    replaced by what was received. At the entry of the next window's first event the run unwinds.
+
+    Args:
+        partition: How the step is cut.
+        window: Index of the window to run.
+        received: Value -> received leaf tensor.
+        module, atoms: The root module and its closed pieces.
+        seeds: What the random numbers depend on.
+        tensor_group: Tensor-parallel group of received sharded values.
+        device: Whose generators to seed.
+
+    Attributes:
+        captured: Values other windows need (local pieces).
+        logged: Calls of `self.log`, filled in the last window only.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        window: int,
+        received: Mapping[Vid, Tensor],
+        *,
+        module: nn.Module,
+        atoms: Mapping[str, nn.Module],
+        seeds: Seeds,
+        tensor_group: Any = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(module, atoms)
+        self.partition, self.trace, self.window = partition, partition.trace, partition.windows[window]
+        self.received, self.seeds, self.tensor_group = dict(received), seeds, tensor_group
+        self.device = device or torch.device("cpu")
+        self.last = window == len(partition.windows) - 1
+        self.captured: dict[Vid, Tensor] = {}
+        self.logged: list[Logged] = []
+        self._entries: dict[Vid, Any] = {}
+        self._wanted: dict[int, list[Vid]] = defaultdict(list)
+        for vid in partition.wanted(window):
+            self._wanted[vid[0]].append(vid)
+        self._in_region = self._unwound = self._free = False
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Call the user's step; returns its result in the last window, None in the others."""
+        try:
+            with self.active():
+                out = step()
+        except Unwind:
+            return None
+        if self._unwound:
+            return None
+        if not self.last and self.window.stop < len(self.trace.events):
+            raise DivergedError(
+                f"{self.trace.step} ended before pipeline window {self.window.index + 1} (stage "
+                f"{self.partition.windows[self.window.index + 1].stage}) began: it took another path than the one the "
+                "stages were planned for."
+            )
+        if not self.last:
+            return None
+        leaves, spec = tree_flatten(out)
+        return tree_unflatten([sharding.whole(self._resolved(x)) for x in leaves], spec)
+
+    def release(self) -> None:
+        """Forget all values (phantoms that user code kept would hold them)."""
+        self.received.clear()
+        self.captured.clear()
+        self._entries.clear()
+
+    # -- values
+    def value(self, phantom: Phantom) -> Any:
+        vid = phantom.vid
+        if vid in self._entries:
+            return self._entries[vid]
+        if vid not in self.received:
+            raise DivergedError(
+                f"stage {self.window.stage} needs {self._described(vid)}, which the planned path of {self.trace.step} "
+                "does not send there. A branch was taken that was not taken when the stages were planned."
+            )
+        leaf, meta = self.received[vid], self.trace.meta[vid]
+        with self.paused():
+            entry = _Entry.apply(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
+            self._entries[vid] = sharding.wrap(entry, meta, self.tensor_group)
+        return self._entries[vid]
+
+    def _described(self, vid: Vid) -> str:
+        event = self.trace.events[vid[0]] if 0 <= vid[0] < len(self.trace.events) else None
+        return f"the result of {event.name if event else 'an unknown event'} (event {vid[0]})"
+
+    def _resolved(self, x: Any) -> Any:
+        return self.value(x) if isinstance(x, Phantom) else x
+
+    def _resolve(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any]:
+        leaves, spec = tree_flatten((args, kwargs))
+        if any(isinstance(x, Phantom) for x in leaves):
+            leaves = [self._resolved(x) for x in leaves]
+            args, kwargs = tree_unflatten(leaves, spec)
+        return leaves, args, kwargs
+
+    # -- events
+    def _next(self, name: str) -> tuple[int, Event | None]:
+        """Number the event, and compare it with the plan. None: this event is not planned, and need not be."""
+        n = self.n
+        self.n += 1
+        if self._free:
+            return n, None
+        events = self.trace.events
+        if n < len(events) and events[n].name == name:
+            if n == self.window.stop and not self.last:
+                self._unwound = True
+                raise Unwind
+            return n, events[n]
+        if self.last and n > self.window.start:
+            # no other stage has to follow any more: whatever the step does from here on is right
+            self._free = True
+            return n, None
+        expected = repr(events[n].name) if n < len(events) else "the end of the step"
+        raise DivergedError(
+            f"{self.trace.step} took another path than the one the stages were planned for: event {n} is {name!r}, "
+            f"expected {expected}. A pipeline needs every microbatch to call the same modules in the same order; look "
+            "for a branch on batch_idx, on values, or on random numbers."
+        )
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._unwound:
+            return self._after_unwind(func, args, kwargs)
+        n, event = self._next(function_name(func))
+        if event is not None:
+            if n < self.window.start and event.kind == "op":
+                if event.single is not None:
+                    return self.phantom(event.single)
+                needs_leaves = event.mutations or any(leaf.kind == "input" for leaf in event.leaves)
+                return self.emit(event, tree_flatten((args, kwargs))[0] if needs_leaves else ())
+            if event.random and not self._in_region:
+                seed_torch(self.seeds.of_event(n), self.device)
+            if event.kind == "local":
+                return func(*args, **kwargs)
+        leaves, args, kwargs = self._resolve(args, kwargs)
+        out = func(*args, **kwargs)
+        if event is not None and n in self._wanted:
+            self._capture(n, event, leaves, (out, [], [], []))
+        return out
+
+    def _after_unwind(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Code that runs while the step is left (`finally:`); it may do what needs no value of this step."""
+        if any(isinstance(x, Phantom) for x in tree_flatten((args, kwargs))[0]):
+            raise Unwind
+        return func(*args, **kwargs)
+
+    def on_atom(self, name: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._unwound:
+            raise Unwind
+        n, event = self._next("atom:" + name)
+        if event is not None and n < self.window.start:
+            with self.paused():
+                return self.emit(event, tree_flatten((args, kwargs))[0], (args, kwargs))
+        args = tuple(self._resolved_argument(x) for x in args)
+        replace_in_place((args, kwargs), Phantom, self.value)
+        leaves, args, kwargs = self._resolve(args, kwargs)
+        if event is not None and event.random and not self._in_region:
+            seed_torch(self.seeds.of_event(n), self.device)
+        if event is None or n not in self._wanted:
+            with self.paused():
+                return run(*args, **kwargs)
+        found = holders((args, kwargs)) if event.holders else []
+        with self.paused(), _tapped(event) as taps:
+            out = run(*args, **kwargs)
+        attributes = [getattr(submodule, key) for submodule, key in event.attributes]
+        contents = [[x for _, x in slots(found[number]) or ()] for number, _ in event.holders]
+        self._capture(n, event, leaves, (out, taps, attributes, contents))
+        return out
+
+    def _resolved_argument(self, x: Any) -> Any:
+        if type(x) is tuple:
+            return tuple(self._resolved(y) for y in x)
+        return self._resolved(x)
+
+    def _capture(self, n: int, event: Event, leaves: list[Any], combined: Any) -> None:
+        results: list[Any] | None = None
+        for vid in self._wanted[n]:
+            if vid[1] >= MUTATED:
+                tensor = leaves[vid[1] - MUTATED]
+            else:
+                results = tree_flatten(combined)[0] if results is None else results
+                tensor = results[vid[1]] if vid[1] < len(results) else None
+            meta = self.trace.meta[vid]
+            found = isinstance(tensor, Tensor) and _looks_like(tensor, meta)
+            if not found:
+                made = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+                gradient = f", requires_grad={sharding.local(tensor).requires_grad}" if isinstance(tensor, Tensor) else ""
+                raise DivergedError(
+                    f"{event.name} (event {n}) made {made}{gradient}; the stages were planned for "
+                    f"{(meta.size, meta.dtype)}, requires_grad={meta.requires_grad}. Its result depends on values of "
+                    "the batch in a way that a pipeline cannot follow."
+                )
+            piece = sharding.local(tensor)
+            self.captured[vid] = piece.clone() if vid in self.trace.overwritten else piece
+
+    def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
+        if not self.last:
+            return
+        with self.paused():
+            value = sharding.whole(self._resolved(value))
+            self.logged.append(Logged(name, value.detach().clone() if isinstance(value, Tensor) else value, kwargs))
+
+    @contextmanager
+    def on_region(self) -> Iterator[None]:
+        # the checkpoint stores the generator's state here and replays from it: nothing inside may reseed
+        if not self._in_region:
+            seed_torch(self.seeds.of_event(self.n), self.device)
+        before, self._in_region = self._in_region, True
+        try:
+            yield
+        finally:
+            self._in_region = before
+
+
+def _looks_like(tensor: Tensor, meta: Any) -> bool:
+    return (
+        tuple(tensor.shape) == meta.size
+        and tensor.dtype == meta.dtype
+        and sharding.local(tensor).requires_grad == meta.requires_grad
+        and sharding.placement(tensor) == meta.placement
+    )
+
+
+@contextmanager
+def _tapped(event: Event) -> Iterator[list[Any]]:
+    """Record the results of an atom's hooked submodules, in the order of their calls."""
+    taps: list[Any] = []
+    with ExitStack() as stack:
+        for submodule in {id(m): m for m, *_ in event.hooked}.values():
+            stack.enter_context(replaced_forward(submodule, _tap(submodule.forward, taps)))
+        yield taps
+
+
+def _tap(forward: Callable[..., Any], taps: list[Any]) -> Callable[..., Any]:
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        taps.append(out)
+        return out
+
+    return tapped

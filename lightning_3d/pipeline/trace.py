@@ -1,0 +1,133 @@
+"""WHAT does the user's step do?  Runs it without data, and leaves the module as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_3d.errors import PipelineError
+from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.events import Trace
+from lightning_3d.pipeline.phantom import Phantom
+from lightning_3d.pipeline.probe_run import TraceRun
+from lightning_3d.pipeline.rng import forked, seed_torch
+from lightning_3d.probe import Answers, FakeParameters, ModuleState, retry
+
+
+def trace(
+    module: nn.Module,
+    atoms: Mapping[str, nn.Module],
+    step: Callable[[], Any],
+    group: Any = None,
+    *,
+    name: str = "training_step",
+    device: torch.device | None = None,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    seed: int = 0,
+) -> Trace:
+    """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
+
+    A step that changes attributes of its modules runs twice: when the second run takes another path, glue code caches something on its first call (a mask,
+    a lazily installed hook); that warm state is kept, because later steps will find it too. Everything else of the
+    module's state (attributes, hooks, buffers of glue code, metric states, random generators) is put back.
+
+    Args:
+        module: The root module.
+        atoms: Name -> module of its closed pieces.
+        step: Calls the user's step method on a microbatch.
+        group: Tensor-parallel group; it answers with shapes only meanwhile.
+        name: Name of the step, for messages.
+        device: Device of the parameters; default: that of the first one.
+        forward_context: Entered around the step (autocast).
+        seed: Random numbers of the run; must be equal on all ranks of a replica.
+
+    Raises:
+        PipelineError: The step does something that cannot be cut into stages.
+    """
+    device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def once() -> Trace:
+        def attempt(answers: Answers) -> Trace:
+            result = Trace(name)
+            with FakeParameters(module, device, atoms.values()) as fakes, forked(device):
+                seed_torch(seed, device)
+                random.seed(seed)
+                np.random.seed(seed & 0xFFFF_FFFF)
+                named = module.named_parameters()
+                result.sizes = {n: _local_size(p) for n, p in named}
+                with forward_context():
+                    TraceRun(module, atoms, result, fakes, answers, device).run(step)
+            return result
+
+        return retry(attempt, (PipelineError,))
+
+    grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    state, contents = ModuleState(module), _Contents(module, atoms)
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled), sharding.dry(group), sharding.guarded():
+        try:
+            first = once()
+            touched = state.changed()
+            if not touched:
+                contents.restore()
+                return first
+            state.restore(_is_tracked)
+            contents.restore()
+            second = once()
+        except BaseException:
+            state.restore()
+            contents.restore()
+            raise
+        second.warm = [e.name for e in first.events] != [e.name for e in second.events]
+        state.restore(_is_tracked if second.warm else None)
+        contents.restore()
+    second.touched = touched
+    return second
+
+
+def without_inference_tensors(batch: Any) -> Any:
+    """Tensors made in inference mode cannot be used outside of it, where the trace runs."""
+    if not any(isinstance(x, Tensor) and x.is_inference() for x in tree_flatten(batch)[0]):
+        return batch
+    with torch.inference_mode(False), torch.no_grad():
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, batch)
+
+
+def _local_size(parameter: nn.Parameter) -> int:
+    shape = getattr(parameter, "local_shape", None)
+    return parameter.numel() if shape is None else int(torch.Size(shape).numel())
+
+
+def _is_tracked(value: Any) -> bool:
+    return any(isinstance(sharding.local(x), (Phantom, FakeTensor)) for x in tree_flatten(value)[0])
+
+
+class _Contents:
+    """Values of tensors that glue code may change in place: buffers and attributes of all modules outside atoms."""
+
+    def __init__(self, module: nn.Module, atoms: Mapping[str, nn.Module]) -> None:
+        closed = {id(m) for atom in atoms.values() for m in atom.modules()}
+        found: dict[int, Tensor] = {}
+        for m in module.modules():
+            if id(m) not in closed:
+                for x in tree_flatten([list(m._buffers.values()), _plain_attributes(m)])[0]:
+                    if isinstance(x, Tensor) and not isinstance(x, (nn.Parameter, Phantom, FakeTensor)):
+                        found[id(x)] = x
+        self._saved = [(x, x.detach().clone()) for x in found.values()]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for x, before in self._saved:
+                if not torch.equal(x, before):
+                    x.copy_(before)
+
+
+def _plain_attributes(module: nn.Module) -> list[Any]:
+    return [v for k, v in module.__dict__.items() if k not in ("_parameters", "_buffers", "_modules")]

@@ -1,0 +1,23 @@
+"""The strategy for modules of the `pytorch_lightning` package.
+
+`pytorch_lightning` and `lightning.pytorch` are two copies of the same code with unrelated classes; a Trainer of one
+refuses a module or strategy of the other.
+"""
+
+from __future__ import annotations
+
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_3d.strategy import ThreeDStrategyBase
+
+
+class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):
+    """Tensor x pipeline x data parallelism for an unmodified LightningModule of `pytorch_lightning`.
+
+    The same as `lightning_3d.ThreeDStrategy`, which serves `lightning.pytorch`.
+    """
+
+    package = "pytorch_lightning"
+
+
+ThreeDStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,390 @@
+"""WHEN does Lightning ask, and which room answers?  The strategy: hook -> room, nothing else.
+
+Written once as a mixin over Lightning's `DDPStrategy` (the only base class that every one of Lightning's closed
+isinstance lists accepts: distributed samplers, `sync_dist`, precision plugins). `lightning.pytorch` and
+`pytorch_lightning` are two packages with unrelated classes; each gets its own strategy out of the mixin.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_3d.comm import Ledger, ProcessCommunicator
+from lightning_3d.engine import Engine, Settings, memory_report
+from lightning_3d.errors import ConfigurationError, LayoutError, near, not_yet
+from lightning_3d.layout import Layout
+from lightning_3d.lifecycle import Lifecycle
+from lightning_3d.mesh import Mesh
+
+_Base = DDPStrategy if TYPE_CHECKING else object
+
+
+class CheckedArguments(abc.ABCMeta):
+    """Refuses unknown constructor arguments with the names that exist."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        known = [n for n in inspect.signature(cls.__init__).parameters if n != "self"]
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
+            hints = "".join(f"\n  {name!r}:{near(name, known) or ' no name is close.'}" for name in unknown)
+            raise ConfigurationError(
+                f"{cls.__name__} got unknown arguments {', '.join(map(repr, unknown))}.{hints}\n"
+                f"It takes: {', '.join(known)}."
+            )
+        return super().__call__(*args, **kwargs)
+
+
+class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
+    """What both strategies share; see `lightning_3d.ThreeDStrategy`."""
+
+    package = ""
+    """The Lightning package the class belongs to."""
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        zero_stage: int = 1,
+        num_microbatches: int | Literal["auto"] = "auto",
+        pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b",
+        virtual_pipeline_size: int = 1,
+        sequence_parallel: bool = False,
+        tensor_parallel_plan: Literal["auto"] | dict[str, str] = "auto",
+        pipeline_split: Literal["auto"] | list[str] = "auto",
+        loss_weighting: Literal["microbatch_mean", "tokens"] = "microbatch_mean",
+        save_distributed_checkpoint: bool = True,
+        verify: bool = True,
+        allow_cross_node_tensor_parallel: bool = False,
+        bucket_size_mb: float | None = None,
+        record_timeline: bool = False,
+        timeout: timedelta = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+    ) -> None:
+        """See the class for the arguments.
+
+        Args:
+            tensor_parallel_size: Ranks that share every large matrix; they should be on one machine.
+            pipeline_parallel_size: Consecutive parts the model is cut into.
+            data_parallel_size: Replicas; "auto" is world / (tensor x pipeline x context).
+            context_parallel_size: Ranks that share one sequence (not in this version).
+            expert_parallel_size: Ranks that share the experts (not in this version).
+            zero_stage: 0: replicas hold everything; 1: they share the optimizer state. (2, 3: not in this version.)
+            num_microbatches: Slices of a batch that follow each other through the pipeline; "auto" is
+                min(batch, 4 x pipeline_parallel_size). Needs pipeline_parallel_size > 1.
+            pipeline_schedule: Order of forwards and backwards: "1f1b" keeps at most `pipeline_parallel_size`
+                microbatches alive on a stage, "gpipe" all of them. (Others: not in this version.)
+            virtual_pipeline_size: Model chunks per pipeline rank (not in this version).
+            sequence_parallel: Also cut norms, dropout and residuals along the sequence between tensor-parallel layers.
+            tensor_parallel_plan: "auto", or patterns on module or parameter names to "column", "row", "vocab" or
+                "replicate"; what they do not name stays automatic.
+            pipeline_split: "auto", or the name of the first module of every stage but the first.
+            loss_weighting: "microbatch_mean": microbatches weighted by samples, replicas equally (what DDP with
+                gradient accumulation gives).
+            save_distributed_checkpoint: Checkpoints are directories every rank writes its part of, readable by any
+                layout; False: one plain Lightning file, gathered on rank zero.
+            verify: Before training, prove the tensor-parallel plan against the original model on simulated ranks.
+            allow_cross_node_tensor_parallel: Allow tensor_parallel_size to span machines.
+            bucket_size_mb: Size of gradient buckets; None chooses by device (4 on CPU, 25 on CUDA).
+            record_timeline: Keep the times of pipeline actions in `strategy.recorder`.
+            timeout: How long a collective may wait.
+            process_group_backend: "nccl", "gloo", ...; None chooses by device.
+            start_method: How Lightning launches the processes of a machine when nobody else has.
+            cluster_environment: Lightning plugin that tells ranks and addresses; None detects it.
+            checkpoint_io: Lightning plugin for plain checkpoint files.
+
+        Raises:
+            ConfigurationError: Arguments that are unknown, impossible, not built yet, or without effect.
+        """
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._data_parallel_size = data_parallel_size
+        self.layout = Layout(
+            tp=tensor_parallel_size,
+            pp=pipeline_parallel_size,
+            dp=1 if data_parallel_size == "auto" else data_parallel_size,
+            cp=context_parallel_size,
+            ep=expert_parallel_size,
+            zero=zero_stage,
+            schedule=pipeline_schedule,
+            virtual=virtual_pipeline_size,
+        )
+        self.layout.check_supported()
+        if loss_weighting != "microbatch_mean":
+            raise not_yet(f"loss_weighting={loss_weighting!r}", "Use 'microbatch_mean'.")
+        self._check_effect(num_microbatches, pipeline_split, sequence_parallel, tensor_parallel_plan)
+        self._allow_cross_node = allow_cross_node_tensor_parallel
+        self._save_distributed = save_distributed_checkpoint
+        self._settings = Settings(
+            num_microbatches=num_microbatches,
+            sequence_parallel=sequence_parallel,
+            tensor_parallel_plan=tensor_parallel_plan,
+            pipeline_split=pipeline_split,
+            verify=verify,
+            bucket_bytes=None if bucket_size_mb is None else int(bucket_size_mb * 2**20),
+            timeout=timeout,
+            record_timeline=record_timeline,
+        )
+        self._mesh: Mesh | None = None
+        self._engine: Engine | None = None
+        self._init_lifecycle()
+
+    def _check_effect(
+        self, num_microbatches: Any, pipeline_split: Any, sequence_parallel: bool, tensor_parallel_plan: Any
+    ) -> None:
+        """Refuse settings that would be accepted and ignored."""
+        layout = self.layout
+        if num_microbatches != "auto" and (isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int)):
+            raise ConfigurationError(f"num_microbatches is {num_microbatches!r}; it must be 'auto' or an integer.")
+        if num_microbatches != "auto" and num_microbatches < 1:
+            raise ConfigurationError(f"num_microbatches is {num_microbatches}; it must be at least 1.")
+        without_effect = []
+        if layout.pp == 1:
+            if num_microbatches != "auto":
+                without_effect.append(f"num_microbatches={num_microbatches}")
+            if pipeline_split != "auto":
+                without_effect.append(f"pipeline_split={pipeline_split!r}")
+            if layout.schedule != "1f1b":
+                without_effect.append(f"pipeline_schedule={layout.schedule!r}")
+            if without_effect:
+                raise ConfigurationError(
+                    f"{', '.join(without_effect)} has no effect with pipeline_parallel_size=1: a batch is cut into "
+                    "microbatches only to fill a pipeline. Set pipeline_parallel_size > 1, or remove it (use "
+                    "Trainer(accumulate_grad_batches=...) to accumulate)."
+                )
+        if layout.tp == 1:
+            if sequence_parallel:
+                without_effect.append("sequence_parallel=True")
+            if tensor_parallel_plan != "auto":
+                without_effect.append("tensor_parallel_plan")
+            if without_effect:
+                raise ConfigurationError(
+                    f"{', '.join(without_effect)} has no effect with tensor_parallel_size=1. Set "
+                    "tensor_parallel_size > 1, or remove it."
+                )
+
+    def __repr__(self) -> str:
+        other = "pytorch_lightning" if self.package == "lightning.pytorch" else "lightning.pytorch"
+        where = "lightning_3d" if other == "lightning.pytorch" else "lightning_3d.pytorch_lightning"
+        return (
+            f"ThreeDStrategy({self.layout}) for `{self.package}` (for a Trainer of `{other}` use "
+            f"{where}.ThreeDStrategy)"
+        )
+
+    # -- what users read
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place and communicators; there once the processes run."""
+        if self._mesh is None:
+            raise ConfigurationError(
+                "strategy.mesh is there only once the Trainer has started its processes (in setup hooks and later)."
+            )
+        return self._mesh
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas: scale learning rates and count samples with it, not with the world size."""
+        return self.layout.dp
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.mesh.at.dp
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every collective of the run, counted."""
+        return self.mesh.ledger
+
+    @property
+    def recorder(self) -> Any:
+        """The recorded pipeline actions, or None (`record_timeline=True`)."""
+        return self.engine.recorder
+
+    @property
+    def engine(self) -> Engine:
+        """What was built for the module; there after set-up."""
+        if self._engine is None:
+            raise ConfigurationError("nothing is planned yet: this is there from on_fit_start on.")
+        return self._engine
+
+    def explain(self) -> str:
+        """The mesh, what became of every matrix and which module went to which stage, as text."""
+        from lightning_3d.explain import describe
+
+        return describe(self.engine)
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes on this rank: parameters, gradients, optimizer."""
+        return memory_report(self.engine, self.optimizers)
+
+    def gradient_norm(self, optimizer: Optimizer | None = None) -> Tensor:
+        """Norm of the whole mesh's gradient; collective over all ranks."""
+        return self.engine.gradient_norm(_unwrapped(optimizer or self.optimizers[0]))
+
+    # -- mesh and processes
+    def set_world_ranks(self) -> None:
+        """Called while the Trainer is made: the earliest place where the number of processes is known."""
+        super().set_world_ranks()
+        world = self.num_nodes * self.num_processes
+        if self._data_parallel_size == "auto":
+            self.layout = self.layout.with_world_size(world)
+        self.layout.check_world_size(world)
+        if self.num_nodes > 1 and self.num_processes % self.layout.tp and not self._allow_cross_node:
+            raise LayoutError(
+                f"tensor_parallel_size={self.layout.tp} does not fit into machines of {self.num_processes} devices: "
+                "its all-reduces (several per layer) would cross the network, which is 10 to 30 times slower than the "
+                "links inside a machine. Use a divisor of the devices per machine and more pipeline stages, or set "
+                "allow_cross_node_tensor_parallel=True."
+            )
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._mesh is None:
+            self._mesh = Mesh(self.layout, self.root_device, self._settings.timeout)
+            self._watch_failures()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.device_mesh
+        self._follow_replicas_in_sampling()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.dp, "rank": self._mesh.at.dp if self._mesh is not None else 0}
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel axis (all ranks of a replica hold the same value), or over `group`.
+
+        Returns a new tensor; the argument is left alone. The mean of integers is exact (float64).
+        """
+        if not isinstance(tensor, Tensor) or self._mesh is None:
+            return tensor
+        axis = self._mesh.data if group is None else ProcessCommunicator("user", group, self.root_device)
+        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower().rpartition(".")[2]
+        value = tensor.detach().clone()
+        if name in ("mean", "avg"):
+            value = value if value.is_floating_point() else value.double()
+            return axis.all_reduce(value) / axis.size
+        if name not in ("sum", "max", "min"):
+            raise ConfigurationError(f"cannot reduce by {reduce_op!r}; use 'mean', 'sum', 'max' or 'min'.")
+        return axis.all_reduce(value, name)  # type: ignore[arg-type]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One decision over all ranks."""
+        if self._mesh is None:
+            return decision
+        flag = torch.tensor([int(decision)], device=self.root_device)
+        return bool(self._mesh.world.all_reduce(flag, "min" if all else "max").item())
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The batches inside accumulate: nothing is reduced over the replicas."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register "3d"; Lightning calls it only for its own classes, `import lightning_3d` for this one."""
+        if "3d" not in strategy_registry.available_strategies():
+            strategy_registry.register("3d", cls, description="Tensor x pipeline x data parallelism with ZeRO")
+
+    # -- checkpoints
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        return self._engine.state().model()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        from lightning_3d.checkpoint import optimizer_entry
+
+        return optimizer_entry(self.engine.state(), _unwrapped(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a directory (or a plain file on rank zero); collective over all ranks."""
+        from lightning_3d.checkpoint import save_directory, whole_checkpoint
+
+        if self._save_distributed:
+            if storage_options is not None:
+                raise ConfigurationError(
+                    "storage_options go to a CheckpointIO plugin, but distributed checkpoints are directories written "
+                    "by all ranks. Set save_distributed_checkpoint=False to write one file through the plugin."
+                )
+            save_directory(checkpoint, filepath, self.mesh.world)
+            return
+        plain = whole_checkpoint(checkpoint, self.mesh.world)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(plain, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        from pathlib import Path
+
+        from lightning_3d.checkpoint import read_rest
+
+        path = self.broadcast(checkpoint_path)
+        if Path(path).is_dir():
+            return read_rest(path, weights_only)
+        return super().load_checkpoint(path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        from lightning_3d.checkpoint import PATH_KEY, load_optimizer_directory, load_optimizer_file
+
+        optimizers = [_unwrapped(o) for o in self.optimizers]
+        saved = checkpoint["optimizer_states"]
+        if PATH_KEY in checkpoint:
+            load_optimizer_directory(self.engine.state(), optimizers, saved, checkpoint[PATH_KEY])
+        else:
+            load_optimizer_file(self.engine.state(), optimizers, saved)
+
+    def teardown(self) -> None:
+        """Release what the run held. Parameters stay where they are: moving them one by one would break the buckets."""
+        self._stop_watching()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):
+    """Tensor x pipeline x data parallelism for an unmodified LightningModule of `lightning.pytorch`.
+
+    Example::
+
+        trainer = Trainer(devices=8, strategy=ThreeDStrategy(tensor_parallel_size=2, pipeline_parallel_size=2))
+        trainer.fit(MyLightningModule(), datamodule)
+    """
+
+    package = "lightning.pytorch"
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return inner
+

@@ -1,0 +1,61 @@
+"""HOW do gradients of a finished schedule reach the optimizer?  Through the backward Lightning calls later.
+
+Lightning runs training_step, then zero_grad, then backward. A pipeline has done its backwards inside training_step, so
+it returns a surrogate: a scalar whose backward publishes the waiting gradients. Every hook, accumulation and clipping
+then work as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.zero import Zero
+
+
+class _Publish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, zero: Zero, scale: float, last: bool) -> Tensor:
+        ctx.zero, ctx.scale, ctx.last = zero, scale, last
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        on_cpu = grad.device.type == "cpu"
+        if not ctx.last:
+            _check_unscaled(grad, ctx.scale, on_cpu)
+        elif on_cpu and abs(float(grad) / ctx.scale - 1) < 1e-6:
+            ctx.zero.publish()
+        else:
+            ctx.zero.publish(grad / ctx.scale)
+        return None, None, None, None, None
+
+
+def _check_unscaled(grad: Tensor, scale: float, on_cpu: bool) -> None:
+    """While accumulating the sums stay where they are, so a factor that differs from batch to batch cannot be applied."""
+    fits = torch.isclose(grad.double(), torch.full_like(grad, scale, dtype=torch.float64), rtol=1e-6)
+    message = (
+        "the loss was rescaled in a `backward` hook on a batch whose gradients are being accumulated in a pipeline; "
+        "scale it in training_step instead"
+    )
+    if on_cpu:
+        if not bool(fits):
+            raise RuntimeError(message)
+    else:
+        torch._assert_async(fits, message)
+
+
+def surrogate_loss(value: Tensor, zero: Zero, scale: float, last: bool) -> Tensor:
+    """A scalar with the loss's value whose backward publishes `zero`'s pending gradients.
+
+    Args:
+        value: The loss.
+        zero: Holds gradients of `scale * loss`.
+        scale: What Lightning will multiply the loss with (one over the accumulation count).
+        last: The optimizer steps after this batch; otherwise its gradients stay in the buffers.
+    """
+    anchor = torch.zeros((), device=value.device, requires_grad=True)
+    return _Publish.apply(anchor, value, zero, scale, last)

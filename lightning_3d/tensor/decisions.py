@@ -1,0 +1,148 @@
+"""WHAT was decided for each parameter?  The plan: printable, comparable, plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_3d.tensor.placement import Placement
+
+Kind = Literal["column", "row", "vocab", "replicated"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one parameter.
+
+    Args:
+        kind: "column" (cut over outputs), "row" (over inputs), "vocab" (over tokens), or "replicated".
+        placement: How it is cut; None if replicated.
+        reason: Why, in words.
+    """
+
+    kind: Kind
+    placement: Placement | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A line of the printed plan: parameters of repeated blocks that were decided alike."""
+
+    pattern: str
+    shape: tuple[int, ...]
+    kind: Kind
+    segments: tuple[int, ...]
+    padding: int
+    reason: str
+    count: int
+
+    @property
+    def elements(self) -> int:
+        return self.count * math.prod(self.shape)
+
+
+@dataclass
+class TensorPlan:
+    """How a model is cut over `size` tensor-parallel ranks.
+
+    Args:
+        size: Number of ranks.
+        decisions: Decision for every parameter name (tied names included).
+        shapes: Global shape for every parameter name.
+        patterns: Name with the indices of repeated blocks replaced by `*`.
+        aliases: Tied names -> the name that is counted.
+        sequence: Activations between the blocks are cut along the sequence.
+        runs: How often the user's step was followed.
+        seconds: How long planning took.
+        conversions: Collectives in one step that a hand-written tensor-parallel model would not have.
+        used_values: Shapes depended on values, so parameters had to be real while planning.
+    """
+
+    size: int
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    patterns: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    sequence: bool = False
+    runs: int = 0
+    seconds: float = 0.0
+    conversions: int = 0
+    used_values: bool = False
+
+    @property
+    def sharded_fraction(self) -> float:
+        """Part of all parameter elements that is cut over the ranks."""
+        total = cut = 0
+        for name, decision in self.decisions.items():
+            if name not in self.aliases:
+                elements = math.prod(self.shapes[name])
+                total += elements
+                cut += elements if decision.placement is not None else 0
+        return cut / total if total else 0.0
+
+    def rows(self) -> list[PlanRow]:
+        """The plan as a table, repeated blocks in one line each."""
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for name, decision in self.decisions.items():
+            if name not in self.aliases:
+                key = (self.patterns.get(name, name), self.shapes[name], decision)
+                groups.setdefault(key, []).append(name)
+        rows = []
+        for (pattern, shape, decision), names in groups.items():
+            cut = decision.placement
+            rows.append(
+                PlanRow(
+                    pattern if len(names) > 1 else names[0],
+                    shape,
+                    decision.kind,
+                    cut.segments if cut else (),
+                    cut.padding if cut else 0,
+                    decision.reason,
+                    len(names),
+                )
+            )
+        return rows
+
+    def __str__(self) -> str:
+        lines = [f"tensor plan for {self.size} ranks: {self.sharded_fraction:.1%} of the parameters are cut"]
+        for row in self.rows():
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            cut = "+".join(map(str, row.segments)) + (f"+{row.padding} padding" if row.padding else "")
+            lines.append(f"  {row.pattern:40s} {shape:>12s} {row.kind:10s} {cut:16s} {row.reason}".rstrip())
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data (JSON)."""
+        decisions = {}
+        for name, d in self.decisions.items():
+            cut = d.placement
+            data = None if cut is None else [cut.dim, list(cut.segments), cut.padding, cut.axis]
+            decisions[name] = {"kind": d.kind, "placement": data, "reason": d.reason}
+        return {
+            "size": self.size,
+            "sequence": self.sequence,
+            "decisions": decisions,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "patterns": dict(self.patterns),
+            "aliases": dict(self.aliases),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TensorPlan:
+        """The inverse of `to_dict`."""
+        decisions = {}
+        for name, d in data["decisions"].items():
+            cut = d["placement"]
+            place = None if cut is None else Placement(cut[0], tuple(cut[1]), cut[2], cut[3])
+            decisions[name] = Decision(d["kind"], place, d["reason"])
+        return cls(
+            data["size"],
+            decisions,
+            {name: tuple(shape) for name, shape in data["shapes"].items()},
+            dict(data["patterns"]),
+            dict(data["aliases"]),
+            data["sequence"],
+        )

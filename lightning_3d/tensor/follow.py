@@ -1,0 +1,321 @@
+"""WHICH weights could be cut?  Follow the user's code once, and decide each weight when it is first multiplied.
+
+The first weight that meets a whole input is *assumed* column-parallel: its output becomes a `ShardedTensor`, and the
+rules carry the cut through the user's own code. A weight that meets a cut input at its contraction is row-parallel. What
+the rules cannot carry raises `Refuted`; the search (plan.py) then changes the assumption and follows again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_3d.probe import VALUE_READS, Answers
+from lightning_3d.tensor.decisions import Decision
+from lightning_3d.tensor.facts import Facts
+from lightning_3d.tensor.group import TensorGroup, is_shape_only
+from lightning_3d.tensor.placement import Placement
+from lightning_3d.tensor.registry import Args, Kwargs
+from lightning_3d.tensor.resolve import reentered
+from lightning_3d.tensor.sharded import (
+    ShardedTensor,
+    along_sequence,
+    is_sharded,
+    local,
+    merged_sources,
+    tensors_in,
+)
+
+
+class Refuted(BaseException):
+    """An assumption does not hold. Not an `Exception`: user code must not catch it.
+
+    Args:
+        keys: Parameters whose assumption is to blame.
+        reason: What happened.
+        hints: Segmentations that might work.
+        kind: "layout" if another segmentation could help.
+    """
+
+    def __init__(
+        self, keys: frozenset[str], reason: str, hints: Sequence[tuple[int, ...]] = (), kind: str = "op"
+    ) -> None:
+        super().__init__(reason)
+        self.keys, self.reason, self.hints, self.kind = keys, reason, tuple(hints), kind
+
+
+class Again(BaseException):
+    """A weight was decided after parts of it had been used: follow the code again, knowing the decision."""
+
+
+# operation -> (position of the weight, its output dim, its contraction dim)
+_WEIGHT_OPS: dict[str, tuple[int, int, int]] = {
+    "linear": (1, 0, -1),
+    "matmul": (1, -1, -2),
+    "__matmul__": (1, -1, -2),
+    "mm": (1, -1, -2),
+    "bmm": (1, -1, -2),
+    "addmm": (2, -1, -2),
+    "grouped_mm": (1, -1, -2),
+    "_grouped_mm": (1, -1, -2),
+}
+
+
+class Beliefs:
+    """What the search believes before a run.
+
+    Attributes:
+        replicated: Key -> why it stays whole.
+        segments: Key -> segmentation to try.
+        pinned: Decisions of an earlier run that ended in `Again`.
+    """
+
+    def __init__(self) -> None:
+        self.replicated: dict[str, str] = {}
+        self.segments: dict[str, tuple[int, ...]] = {}
+        self.pinned: dict[str, Decision] = {}
+
+
+class Follow(TorchFunctionMode):
+    """One run of the user's step.
+
+    Args:
+        facts: Names and demands.
+        beliefs: What earlier runs taught.
+        names: `id` of the parameters in place now (fake ones) -> key.
+        group: The dry group sharded activations of this run belong to.
+        smallest_vocabulary: Embeddings and heads with fewer rows stay whole.
+        answers: Replies to reads of values that do not exist.
+
+    Attributes:
+        decisions: Key -> decision.
+        order: Keys in order of first use as a weight.
+        used: Keys whose cut reached a row layer -> key of that layer.
+        last: Key of the last weight used.
+        pairs: Whole activation -> the weights of the pair that just made it.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        beliefs: Beliefs,
+        names: dict[int, str],
+        group: TensorGroup,
+        smallest_vocabulary: int,
+        answers: Answers,
+    ) -> None:
+        super().__init__()
+        self.facts, self.beliefs, self.names, self.group = facts, beliefs, names, group
+        self.smallest_vocabulary, self.answers = smallest_vocabulary, answers
+        self.decisions: dict[str, Decision] = dict(beliefs.pinned)
+        self.order: list[str] = []
+        self.used: dict[str, str] = {}
+        self.last: str | None = None
+        self.pairs: MutableMapping[Tensor, frozenset[str]] = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in VALUE_READS:
+            unknown = next((a for a in args if is_sharded(a) or isinstance(a, FakeTensor) or _is_meta(a)), None)
+            if unknown is not None:
+                return self.answers(func, unknown)
+        name = getattr(func, "__name__", "")
+        if name == "multi_head_attention_forward":
+            with self:
+                return reentered(func)(*args, **kwargs)
+        if name == "embedding":
+            self._decide_embedding(args, kwargs)
+        elif name in _WEIGHT_OPS:
+            self._decide(name, args, kwargs)
+            self._decide_bias(name, args, kwargs)
+        args, kwargs = tree_map_only(nn.Parameter, self._shown, (tuple(args), kwargs))
+        out = _grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
+        if isinstance(out, Tensor) and not is_sharded(out):
+            self._trace_pair(name, args, kwargs, out)
+        return out
+
+    def _trace_pair(self, name: str, args: Args, kwargs: Kwargs, out: Tensor) -> None:
+        """Remember which weights a whole activation was just made of: a column and a row layer, then only scaling.
+
+        If it is then added to a cut activation (a low-rank adapter beside a large layer), the smaller one gives way.
+        """
+        found = tensors_in(args, kwargs)
+        if name in _WEIGHT_OPS and self.last is not None and self.decisions[self.last].kind == "row":
+            sources = merged_sources(found)
+            if self.last in sources:
+                self.pairs[out] = sources
+        elif len(found) == 1 and found[0] in self.pairs:
+            self.pairs[out] = self.pairs[found[0]]
+
+    # ------------------------------------------------------------ parameters
+    def _shown(self, parameter: Any) -> Any:
+        """A parameter as its decision shows it."""
+        key = self.names.get(id(parameter))
+        decision = self.decisions.get(key) if key is not None else None
+        if key is None or decision is None or decision.placement is None:
+            return parameter
+        cut = decision.placement
+        if parameter.shape[cut.dim] != cut.length:
+            raise Refuted(frozenset([key]), f"{key}: its shape differs between blocks")
+        return ShardedTensor(cut.to_local(parameter, 0, self.group.size), cut, self.group, frozenset([key]))
+
+    def _key(self, weight: Any) -> str | None:
+        parameter = base_parameter(weight)
+        return None if parameter is None else self.names.get(id(parameter))
+
+    # ------------------------------------------------------------ decisions
+    def _start(self, key: str) -> Decision | None:
+        """Note the use of a weight; its decision if there is one, or if the search has settled it."""
+        self.last = key
+        if key not in self.order:
+            self.order.append(key)
+        if key in self.decisions:
+            return self.decisions[key]
+        if key in self.beliefs.replicated:
+            self.decisions[key] = Decision("replicated", None, self.beliefs.replicated[key])
+            return self.decisions[key]
+        return None
+
+    def _decide_embedding(self, args: Args, kwargs: Kwargs) -> None:
+        table = args[1] if len(args) > 1 else kwargs.get("weight")
+        key = self._key(table)
+        if key is None or base_parameter(table) is not table or self._start(key) is not None:
+            return
+        rows, demand = table.shape[0], self.facts.demands.get(key)
+        if demand in ("column", "row"):
+            raise Refuted(frozenset([key]), f"an embedding table can be 'vocab' or 'replicate', not {demand!r}")
+        if demand is None and rows < self.smallest_vocabulary:
+            reason = f"embedding of only {rows} rows"
+            self.decisions[key] = Decision("replicated", None, reason)
+        else:
+            cut = Placement(0, (rows,), -rows % self.group.size)
+            self.decisions[key] = Decision("vocab", cut, "embedding, cut over the tokens")
+
+    def _decide(self, name: str, args: Args, kwargs: Kwargs) -> None:
+        position, out_dim, in_dim = _WEIGHT_OPS[name]
+        weight = args[position] if len(args) > position else kwargs.get("weight", kwargs.get("mat2"))
+        x = args[position - 1] if len(args) > position - 1 else kwargs.get("input")
+        parameter = base_parameter(weight)
+        key = self._key(weight)
+        if parameter is None or key is None or parameter.ndim < 2:
+            return
+        before = self._start(key)
+        if before is not None and before.kind != "row":
+            return
+        out, inner = dim_in_base(weight, parameter, out_dim), dim_in_base(weight, parameter, in_dim)
+        if out is None or inner is None:
+            self.decisions[key] = Decision("replicated", None, "reaches the matmul through a view that is not followed")
+            return
+        if is_sharded(x) and not along_sequence(x):
+            self._meets_cut(key, x, inner, before)
+        elif before is not None:
+            return
+        elif self.facts.demands.get(key) == "row":
+            self.decisions[key] = self._demanded_row(key, parameter.shape[inner], inner)
+        else:
+            head = weight is parameter and name == "linear"
+            self.decisions[key] = self._meets_whole(key, parameter.shape[out], out, head)
+        if weight is not parameter and self.decisions[key].placement is not None:
+            raise Again
+
+    def _meets_cut(self, key: str, x: ShardedTensor, inner: int, before: Decision | None) -> None:
+        """A weight on a cut input: row-parallel if the cut is along the contraction."""
+        cut, demand = x.placement, self.facts.demands.get(key)
+        if demand in ("column", "vocab"):
+            raise Refuted(x.sources, f"{key} is demanded as {demand!r}, and its input must be whole")
+        if cut.dim == x.ndim - 1 and not cut.padding:
+            self.used.update((source, key) for source in x.sources)
+            if before is None:
+                self.decisions[key] = Decision("row", cut.at(inner), f"reads the cut output of {_list(x.sources)}")
+            elif before.placement is None or not before.placement.like(cut):
+                raise Refuted(x.sources, f"{key} reads inputs that are cut differently")
+        elif before is None:
+            if demand == "row":
+                raise Refuted(frozenset([key]), f"its input is cut along dim {cut.dim}, not along the features")
+            self.decisions[key] = Decision("replicated", None, "its input is cut along another dim than the features")
+
+    def _demanded_row(self, key: str, width: int, inner: int) -> Decision:
+        if width % self.group.size:
+            raise Refuted(frozenset([key]), f"its {width} inputs are not divisible by {self.group.size} ranks")
+        return Decision("row", Placement(inner, (width,)), "demanded; takes its part of a whole input")
+
+    def _meets_whole(self, key: str, width: int, out: int, head: bool) -> Decision:
+        """A weight on a whole input: assumed column-parallel, if its outputs can be dealt."""
+        size, demand = self.group.size, self.facts.demands.get(key)
+        if key in self.beliefs.segments:
+            return Decision("column", Placement(out, self.beliefs.segments[key]))
+        if width % size == 0:
+            return Decision("column", Placement(out, (width,)))
+        if head and (width >= self.smallest_vocabulary or demand == "vocab"):
+            return Decision("column", Placement(out, (width,), -width % size))
+        reason = f"its {width} outputs are not divisible by {size} ranks"
+        if demand is not None:
+            raise Refuted(frozenset([key]), reason)
+        return Decision("replicated", None, reason)
+
+    def _decide_bias(self, name: str, args: Args, kwargs: Kwargs) -> None:
+        """The bias of a column layer is cut like the outputs."""
+        if name == "linear":
+            weight, bias = args[1] if len(args) > 1 else kwargs.get("weight"), None
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        elif name == "addmm":
+            weight, bias = args[2] if len(args) > 2 else kwargs.get("mat2"), args[0] if args else kwargs.get("input")
+        else:
+            return
+        key = self._key(bias)
+        if key is None or key in self.decisions or self.facts.demands.get(key) == "replicate":
+            return
+        of = next(iter(weight.sources), None) if isinstance(weight, ShardedTensor) else self._key(weight)
+        decision = self.decisions.get(of) if of is not None else None
+        parameter = base_parameter(bias)
+        if decision is None or decision.placement is None or decision.kind not in ("column", "vocab"):
+            return
+        if parameter is not None and parameter.ndim == 1 and parameter.shape[0] == decision.placement.length:
+            self.decisions[key] = Decision("column", decision.placement.at(0), f"bias of {of}")
+            if bias is not parameter:
+                raise Again
+
+
+def _grouped_mm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Without values torch can follow grouped_mm only in bfloat16; the shapes are the same."""
+    dtype = args[0].dtype
+    if dtype == torch.bfloat16 or not is_shape_only(local(args[1])):
+        return func(*args, **kwargs)
+    return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(dtype)
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_meta
+
+
+def _list(keys: frozenset[str]) -> str:
+    return ", ".join(sorted(keys))
+
+
+def base_parameter(x: Any) -> nn.Parameter | None:
+    """The parameter that `x` is, or is a view of."""
+    if not isinstance(x, torch.Tensor) or is_sharded(x):
+        return None
+    if isinstance(x, nn.Parameter):
+        return x
+    return x._base if isinstance(x._base, nn.Parameter) else None
+
+
+def dim_in_base(view: Tensor, base: Tensor, dim: int) -> int | None:
+    """Which dim of `base` a dim of its view is, found by the strides; None if that is not clear."""
+    dim %= view.ndim
+    if view is base:
+        return dim
+    same = [
+        d
+        for d in range(base.ndim)
+        if base.stride(d) == view.stride(dim) and base.shape[d] >= view.shape[dim] and base.shape[d] > 1
+    ]
+    return same[0] if len(same) == 1 else None

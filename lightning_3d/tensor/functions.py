@@ -1,0 +1,85 @@
+"""WHAT happens to a custom autograd.Function that gets a sharded tensor?
+
+`Function.apply` bypasses torch-function overrides: it would see the wrapper, and the gradient would be lost silently.
+`function_guard` is a handler for `probe.intercept_functions`; it must be active while a rewritten model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lightning_3d.probe.intercept import original_apply
+from lightning_3d.tensor.placement import NoRule
+from lightning_3d.tensor.registry import OWN_RULES, Args, Kwargs
+from lightning_3d.tensor.sharded import ShardedTensor, derive, fall_back, is_sharded
+
+_verdicts: dict[Any, bool] = {}
+
+
+def function_guard(proceed: Callable[..., Any], function: type, args: Args, kwargs: Kwargs) -> Any:
+    """Run a Function on the shard if it is proved pointwise (or has a rule); otherwise gather its operands."""
+    if not any(is_sharded(a) for a in (*args, *kwargs.values())):
+        return proceed(*args, **kwargs)
+    proceed.__name__ = function.__name__
+    try:
+        if function in OWN_RULES:
+            return OWN_RULES[function](proceed, args, kwargs)
+        x = args[0] if args else None
+        alone = not kwargs and not any(isinstance(a, Tensor) for a in args[1:])
+        if isinstance(x, ShardedTensor) and alone and is_pointwise(function, args[1:]):
+            return derive(proceed(x.local, *args[1:]), x.placement, x)
+        raise NoRule("a custom autograd.Function that is not proved to act on each element alone")
+    except NoRule as reason:
+        return fall_back(proceed, args, kwargs, reason)
+
+
+def is_pointwise(function: type, rest: Args) -> bool:
+    """Whether a Function of one tensor acts on each element alone, found by experiment.
+
+    It does iff f(permuted, sliced x) = permuted, sliced f(x), for values and for gradients. Tried on random float64 data
+    with the other arguments as given; the verdict is remembered.
+    """
+    key: Any = (function, rest)
+    try:
+        hash(key)
+    except TypeError:
+        return _experiment(function, rest)
+    if key not in _verdicts:
+        _verdicts[key] = _experiment(function, rest)
+    return _verdicts[key]
+
+
+def _experiment(function: type, rest: Args) -> bool:
+    quiet = torch._C.DisableTorchFunction()  # no mode may record these operations
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad(), quiet:
+        torch.manual_seed(0)
+        x = torch.randn(6, 10, dtype=torch.float64)
+        weight = torch.randn(6, 10, dtype=torch.float64)
+        picks = [
+            (torch.randperm(6)[:3], torch.randperm(10)[:4]),
+            (torch.randperm(6)[:1], torch.randperm(10)[:7]),
+            (torch.randperm(6), torch.tensor([3])),
+        ]
+        try:
+            y, dx = _value_and_gradient(function, x, rest, weight)
+            if y.shape != x.shape:
+                return False
+            for i, j in picks:
+                part, dpart = _value_and_gradient(function, x[i][:, j], rest, weight[i][:, j])
+                if not (torch.allclose(part, y[i][:, j]) and torch.allclose(dpart, dx[i][:, j])):
+                    return False
+        except Exception:  # it needs something else than such a tensor: not proved
+            return False
+    return True
+
+
+def _value_and_gradient(function: type, x: Tensor, rest: Args, weight: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = original_apply(function, x, *rest)
+    (gradient,) = torch.autograd.grad((y * weight).sum(), x)
+    return y.detach(), gradient

@@ -1,0 +1,221 @@
+"""HOW is one tensor cut over the tensor-parallel ranks?  Placements and their arithmetic (no communication here).
+
+A placement cuts one dim of a *global* tensor. The dim is a sequence of segments; each segment is cut into `size` equal
+chunks, and rank r owns chunk r of every segment (its local dim is those chunks in order):
+
+    (N,)         one segment: plain contiguous cut
+    (E, E, E)    a fused q|k|v projection: every rank gets its heads of q, of k and of v
+    (Q, K, K)    the same with fewer key/value heads
+    (n,) * k     what a view or a permute leaves of a cut dim that has an outer factor k
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""(offset in the global tensor, offset in the shard, sizes) of one rectangle."""
+
+
+class NoRule(Exception):
+    """This operation has no sharded form for these placements.
+
+    Raised by a rule; at run time the operands are then gathered, while planning the assumption is refuted.
+
+    Args:
+        message: What could not be done, in the user's terms.
+        hints: Segmentations of the cut dim with which it would work.
+        kind: "layout" if another segmentation could help, "op" if not.
+        fatal: Gathering would not be right either (`out=`, storage access): an error at run time.
+        partner: The whole activation it was to be combined with.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hints: Sequence[tuple[int, ...]] = (),
+        kind: str = "op",
+        fatal: bool = False,
+        partner: Tensor | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.hints, self.kind, self.fatal, self.partner = tuple(hints), kind, fatal, partner
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one global tensor is cut.
+
+    Args:
+        dim: The dim that is cut.
+        segments: Sizes of the consecutive parts of that dim; each is cut into equal chunks.
+        padding: Rows added at the end so that the dim can be cut (only with one segment). The global size excludes
+            them; they are zero, get zero gradient and never reach a checkpoint.
+        axis: "tp", or "sequence" for an activation that is cut along the sequence (sequence parallelism).
+    """
+
+    dim: int
+    segments: tuple[int, ...]
+    padding: int = 0
+    axis: str = "tp"
+
+    def __post_init__(self) -> None:
+        assert not self.padding or len(self.segments) == 1, "only a dim of one segment can be padded"
+
+    @property
+    def length(self) -> int:
+        """Global size of the cut dim (without padding)."""
+        return sum(self.segments)
+
+    @property
+    def uniform(self) -> bool:
+        """All segments have one size."""
+        return len(set(self.segments)) == 1
+
+    def at(self, dim: int) -> Placement:
+        """The same cut on another dim."""
+        return self if dim == self.dim else replace(self, dim=dim)
+
+    def like(self, other: Placement) -> bool:
+        """Same cut of a dim (of whatever index): equal segments and padding."""
+        return self.segments == other.segments and self.padding == other.padding
+
+    def cut(self, segments: tuple[int, ...], dim: int | None = None) -> Placement:
+        """Other segments, same axis, no padding."""
+        return Placement(self.dim if dim is None else dim, segments, 0, self.axis)
+
+    def local_length(self, size: int) -> int:
+        """Local size of the cut dim."""
+        return (self.length + self.padding) // size
+
+    def local_shape(self, global_shape: Sequence[int], size: int) -> tuple[int, ...]:
+        """Shape of every rank's shard."""
+        shape = list(global_shape)
+        shape[self.dim] = self.local_length(size)
+        return tuple(shape)
+
+    def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the global tensor a shard of this shape belongs to."""
+        shape = list(local_shape)
+        shape[self.dim] = self.length
+        return tuple(shape)
+
+    def to_local(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """Shard of `rank`: a view where possible, so clone before you keep it."""
+        dim = self.dim
+        if self.padding:
+            shape = list(tensor.shape)
+            shape[dim] = self.padding
+            tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        if len(self.segments) == 1:
+            chunk = tensor.shape[dim] // size
+            return tensor.narrow(dim, rank * chunk, chunk)
+        if self.uniform:
+            inner = self.segments[0] // size
+            cut = tensor.unflatten(dim, (len(self.segments), size, inner)).select(dim + 1, rank)
+            return cut.flatten(dim, dim + 1)
+        return torch.cat([part.chunk(size, dim)[rank] for part in tensor.split(list(self.segments), dim)], dim)
+
+    def to_global(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """The global tensor from the shards of all ranks, in order of rank."""
+        dim = self.dim
+        if len(self.segments) == 1:
+            whole = torch.cat(list(parts), dim)
+            return whole.narrow(dim, 0, self.length) if self.padding else whole
+        chunks = [part.split([n // size for n in self.segments], dim) for part in parts]
+        return torch.cat([chunks[r][i] for i in range(len(self.segments)) for r in range(size)], dim)
+
+    def rectangles(self, global_shape: Sequence[int], rank: int, size: int) -> list[Box]:
+        """The shard of `rank` as boxes of the global tensor, padding excluded.
+
+        Every element of the global tensor is in exactly one box of exactly one rank, so a checkpoint written box by
+        box can be read by any other layout.
+        """
+        boxes: list[tuple[int, int, int]] = []  # (global start, local start, length) along the dim
+        if self.padding:
+            chunk = self.local_length(size)
+            valid = max(0, min(chunk, self.length - rank * chunk))
+            boxes = [(rank * chunk, 0, valid)]
+        else:
+            start = local = 0
+            for n in self.segments:
+                chunk = n // size
+                boxes.append((start + rank * chunk, local, chunk))
+                start, local = start + n, local + chunk
+        merged: list[tuple[int, int, int]] = []
+        for begin, local, length in boxes:
+            if merged and merged[-1][0] + merged[-1][2] == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + length)
+            elif length:
+                merged.append((begin, local, length))
+        return [self._box(global_shape, *box) for box in merged]
+
+    def _box(self, global_shape: Sequence[int], begin: int, local: int, length: int) -> Box:
+        zeros = (0,) * len(global_shape)
+
+        def put(values: Sequence[int], value: int) -> tuple[int, ...]:
+            return (*values[: self.dim], value, *values[self.dim + 1 :])
+
+        return put(zeros, begin), put(zeros, local), put(tuple(global_shape), length)
+
+
+def valid_rows(placement: Placement, rank: int, size: int) -> int:
+    """How many of a rank's rows along the cut dim are not padding."""
+    chunk = placement.local_length(size)
+    return max(0, min(chunk, placement.length - rank * chunk)) if placement.padding else chunk
+
+
+def view_placement(old: Sequence[int], placement: Placement, new: Sequence[int], size: int) -> Placement:
+    """Where the cut sits after a row-major reshape from `old` to `new` (both global shapes).
+
+    One chunk of a uniform placement is a run of `stride` consecutive elements, repeated `size` times. The cut survives
+    iff one new dim holds whole repetitions: then its rank index is a digit of that dim alone.
+
+    Raises:
+        NoRule: No dim of the result holds whole chunks; `hints` are segmentations for which one would.
+    """
+    tail = math.prod(old[placement.dim + 1 :])
+    if placement.padding or not placement.uniform:
+        for dim in range(len(new)):
+            if new[dim] == old[placement.dim] and math.prod(new[dim + 1 :]) == tail:
+                return placement.at(dim)
+        raise NoRule(
+            f"view {tuple(old)} -> {tuple(new)} splits or merges dim {placement.dim}, which is cut unevenly "
+            f"{placement.segments}",
+            kind="layout",
+        )
+    stride = placement.segments[0] // size * tail
+    after = 1
+    for dim in range(len(new) - 1, -1, -1):
+        n = new[dim]
+        if n >= size and stride % after == 0 and (after * n) % (stride * size) == 0 and after <= stride:
+            inner = stride // after
+            return placement.cut((inner * size,) * (n // (inner * size)), dim)
+        after *= n
+    raise NoRule(
+        f"view {tuple(old)} -> {tuple(new)} would split the chunks of dim {placement.dim} over {size} ranks (no dim of "
+        f"the result holds whole chunks of {stride} elements)",
+        hints=_view_hints(old, placement, new, size, tail),
+        kind="layout",
+    )
+
+
+def _view_hints(
+    old: Sequence[int], placement: Placement, new: Sequence[int], size: int, tail: int
+) -> list[tuple[int, ...]]:
+    """Segmentations of the old dim that put the rank index at the head of one of the new dims, outermost first."""
+    hints: list[tuple[int, ...]] = []
+    after = 1
+    for n in reversed(new):
+        block = after * n
+        segment = block // tail
+        whole = n % size == 0 and block % tail == 0 and segment
+        if whole and old[placement.dim] % segment == 0 and old[placement.dim] // segment <= 8:
+            hints.append((segment,) * (old[placement.dim] // segment))
+        after = block
+    return hints[::-1]

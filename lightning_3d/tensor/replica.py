@@ -1,0 +1,69 @@
+"""HOW do we get a model to experiment with?  A float64 copy of a user's module, whatever hangs on it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import TensorPlanError
+
+_SHARED = ("_trainer", "_fabric")  # references out of the model: never copied
+_WIDE = {torch.complex64: torch.complex128}
+
+
+def exact_copy(module: nn.Module) -> nn.Module:
+    """A copy in float64: ties kept, references to a trainer shared, attributes that cannot be copied shared.
+
+    Raises:
+        TensorPlanError: A buffer is on the meta device, so it has no values to copy.
+    """
+    memo: dict[int, Any] = {}
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise TensorPlanError(
+                f"buffer {name} is on the meta device and has no values. Materialise the model before it is proved, or "
+                "switch the proof off."
+            )
+        memo[id(buffer)] = _widened(buffer)
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(_widened(parameter), requires_grad=parameter.requires_grad)
+    shells = {}
+    for child in module.modules():
+        shells[id(child)] = memo[id(child)] = object.__new__(type(child))
+    for child in module.modules():
+        _fill(shells[id(child)], child, memo)
+    root: nn.Module = shells[id(module)]
+    return root
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    dtype = torch.float64 if tensor.is_floating_point() else _WIDE.get(tensor.dtype, tensor.dtype)
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=dtype)
+    return tensor.detach().to(dtype, copy=True)
+
+
+def _fill(shell: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
+    for key, value in original.__dict__.items():
+        if key in _SHARED:
+            shell.__dict__[key] = value
+            continue
+        try:
+            shell.__dict__[key] = copy.deepcopy(value, memo)
+        except Exception:  # a lock, a file, a process group: the experiment can use the original
+            shell.__dict__[key] = value
+
+
+def redraw(module: nn.Module, seed: int) -> None:
+    """New values for all parameters, so that nothing hides: no zero bias, no all-ones norm, no tiny logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * min(0.1, parameter.shape[-1] ** -0.5))
+            elif parameter.is_floating_point():
+                parameter.add_(0.1 * noise)

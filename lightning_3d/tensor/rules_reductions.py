@@ -1,0 +1,105 @@
+"""Reductions, softmax and normalisations: free over whole dims; over the cut dim only sums, by an all-reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_3d.tensor import collectives
+from lightning_3d.tensor.placement import NoRule
+from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
+from lightning_3d.tensor.rules_elementwise import elementwise
+from lightning_3d.tensor.sharded import ShardedTensor, along_sequence, derive, is_sharded
+
+_KEEPS_DIM = ("topk", "sort", "argsort")
+_DIM_AT = {"norm": 2, "topk": 2, "linalg_vector_norm": 2}  # position of `dim` where it is not 1
+
+
+@first("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp")
+def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, dim = args[0], argument(args, kwargs, 1, "dim")
+    if dim is None or dim % x.ndim == x.placement.dim:
+        raise NoRule(f"{func.__name__} along the cut dim {x.placement.dim}")
+    return derive(func(x.local, *args[1:], **kwargs), x.placement, x)
+
+
+def _dims(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> tuple[list[int], bool]:
+    """(dims that are reduced, whether dims were given)."""
+    at = _DIM_AT.get(name, 1)
+    dims = args[at] if len(args) > at else kwargs.get("dim", kwargs.get("axis", -1 if name in _KEEPS_DIM else None))
+    if dims is None or isinstance(dims, bool) or dims == ():
+        return list(range(x.ndim)), False
+    return [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)], True
+
+
+@first(
+    *words("""
+    sum mean var std amax amin norm logsumexp any all max min argmax argmin prod topk sort argsort median
+"""),
+    *["nansum", "linalg_vector_norm"],
+)
+def _reduce(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, name = args[0], func.__name__
+    if name in ("max", "min") and ((len(args) > 1 and isinstance(args[1], Tensor)) or "other" in kwargs):
+        return elementwise(func, args, kwargs)
+    dims, given = _dims(name, x, args, kwargs)
+    cut = x.placement
+    if cut.dim in dims:
+        return _sum_over_cut_dim(func, args, kwargs, given)
+    out = func(x.local, *args[1:], **kwargs)
+    shape_of = out[0] if isinstance(out, tuple) else out
+    kept = shape_of.ndim == x.ndim
+    result = cut.at(cut.dim if kept else cut.dim - sum(d < cut.dim for d in dims))
+    if isinstance(out, tuple):  # values and indices
+        parts = [derive(part, result, x) for part in out]
+        return type(out)(parts) if hasattr(out, "n_fields") else tuple(parts)
+    return derive(out, result, x)
+
+
+def _sum_over_cut_dim(func: Any, args: Args, kwargs: Kwargs, given: bool) -> Any:
+    """Partial sums of the shards, added up.
+
+    Collectives: one all-reduce of the result (backward: none). In a strict plan only for whole sums (a loss) and along
+    the sequence: over features it means a norm between two layers of a pair.
+    """
+    x: ShardedTensor = args[0]
+    name, group = func.__name__, x.group
+    refused = group.strict and given and not along_sequence(x)
+    if name not in ("sum", "mean", "nansum") or x.placement.padding or refused:
+        raise NoRule(f"{name} over the cut dim {x.placement.dim}")
+    group.conversions += 1
+    total = collectives.reduce_out(func(x.local, *args[1:], **kwargs), group, fresh=True)
+    return total / group.size if name == "mean" else total
+
+
+@register_rule("layer_norm", "rms_norm")
+def _layer_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    if not is_sharded(x) or any(is_sharded(a) for a in (*args[1:], *kwargs.values())):
+        raise NoRule("normalisation with cut weights")
+    shape = argument(args, kwargs, 1, "normalized_shape")
+    if x.placement.dim >= x.ndim - len(shape):
+        raise NoRule(f"{func.__name__} normalises over the cut dim {x.placement.dim}: it needs global statistics")
+
+    def enter(value: Any) -> Any:
+        return collectives.copy_in(value, x.group) if isinstance(value, Tensor) else value
+
+    out = func(x.local, *map(enter, args[1:]), **{k: enter(v) for k, v in kwargs.items()})
+    return derive(out, x.placement, x)
+
+
+@first("normalize")
+def _normalize(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, dim = args[0], argument(args, kwargs, 2, "dim", 1)
+    dims = [dim] if isinstance(dim, int) else dim
+    if x.placement.dim in [d % x.ndim for d in dims] or kwargs.get("out") is not None:
+        raise NoRule(f"normalize over the cut dim {x.placement.dim}")
+    return derive(func(x.local, *args[1:], **kwargs), x.placement, x)
+
+
+@first("glu")
+def _glu(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, dim = args[0], argument(args, kwargs, 1, "dim", -1)
+    a, b = x.chunk(2, dim)
+    return a * b.sigmoid()

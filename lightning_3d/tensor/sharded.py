@@ -1,0 +1,345 @@
+"""WHAT does user code see of a cut tensor?  The global shape, while this rank holds one shard.
+
+`ShardedTensor` works at the torch-function level, above autograd: the autograd graph is the one of the local tensors.
+It has no storage, and an operation that would slip past the rules ends in `__torch_dispatch__`, which always raises, so
+wrong data cannot be read silently. An operation without a rule gathers its operands and goes on with whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_3d.tensor import collectives
+from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.placement import NoRule, Placement, valid_rows
+from lightning_3d.tensor.registry import Args, Kwargs, Rule, cached_handlers
+from lightning_3d.tensor.resolve import resolve
+
+NO_SOURCES: frozenset[str] = frozenset()
+
+
+class ShardedTensor(torch.Tensor):
+    """One rank's shard of a tensor, shown with the global shape.
+
+    Args:
+        local: This rank's shard (padding included).
+        placement: How the global tensor is cut.
+        group: The ranks that share it.
+        sources: Names of the parameters whose cut this one comes from.
+        shape: Global shape, if already known.
+    """
+
+    shows_global_shape = True
+    local: Tensor
+    placement: Placement
+    group: TensorGroup
+    sources: frozenset[str]
+    _global_shape: torch.Size
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedTensor],
+        local: Tensor,
+        placement: Placement,
+        group: TensorGroup,
+        sources: frozenset[str] = NO_SOURCES,
+        shape: torch.Size | None = None,
+    ) -> ShardedTensor:
+        if shape is None:
+            shape = torch.Size(placement.global_shape(local.shape))
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        self.local, self.placement, self.group, self.sources = local, placement, group, sources
+        self._global_shape = shape
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # everything is set in __new__
+        pass
+
+    # plain Python attributes are found before the C getters of Tensor: no torch-function call
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._global_shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._global_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.local.device
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad_(value)
+
+    def dim(self) -> int:
+        return len(self._global_shape)
+
+    def numel(self) -> int:
+        return self._global_shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self._global_shape if dim is None else self._global_shape[dim]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedTensor(global {tuple(self.shape)}, {self.placement}, local {tuple(self.local.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        import copy
+
+        return ShardedTensor(copy.deepcopy(self.local, memo), self.placement, self.group, self.sources, self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        raise RuntimeError(
+            f"a tensor-parallel activation reached {func} below the sharding rules (inside a C++ extension or a custom "
+            "autograd.Function outside of a training step). Set the layer that made it to 'replicate' in the overrides, "
+            "or register a rule (lightning_3d.tensor.register_rule)."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        return call(func, args, kwargs or {})
+
+
+def call(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run `func` on arguments of which at least one is sharded."""
+    handler: Rule | None = cached_handlers.get(func)
+    if handler is None:
+        handler = cached_handlers[func] = resolve(func)
+    try:
+        if "out" in kwargs:
+            raise NoRule("`out=` writes into storage that is cut, or into a whole tensor from a cut one", fatal=True)
+        return handler(func, args, kwargs)
+    except NoRule as reason:
+        return fall_back(func, args, kwargs, reason)
+
+
+def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
+    """No sharded form: refute the plan while planning; otherwise gather the operands and run the global operation."""
+    operands = [x for x in tree_leaves((args, kwargs)) if type(x) is ShardedTensor]
+    if not reason.fatal and len({x.placement.axis for x in operands}) > 1:
+        # activations cut along the sequence meet others: first gather only those
+        args, kwargs = tree_map_only(ShardedTensor, _whole_sequence, (tuple(args), kwargs))
+        return call(func, args, kwargs)
+    group, sources = operands[0].group, merged_sources(operands)
+    name = operation_name(func)
+    if group.on_gather is not None:
+        group.on_gather(sources, name, reason, operands)
+    shapes = ", ".join(str(tuple(x.shape)) for x in operands)
+    made_by = ", ".join(sorted(sources)) or "an activation that is cut along the sequence"
+    if reason.fatal:
+        raise RuntimeError(
+            f"{name} on a tensor-parallel activation of global shape {shapes} cannot be done on shards: {reason}. "
+            f"The activation comes from {made_by}; set that layer to 'replicate' in the overrides, or rewrite the "
+            "operation."
+        )
+    group.gathers += 1
+    group.warn_once(
+        name,
+        sources,
+        f"{name} has no tensor-parallel form here ({reason}): activations of shape {shapes} are gathered, which is right "
+        f"but slow. They come from {made_by}.",
+    )
+    target = args[0] if args else None
+    args, kwargs = tree_map_only(ShardedTensor, whole, (tuple(args), kwargs))
+    out = func(*args, **kwargs)
+    if type(target) is not ShardedTensor or not _is_in_place(name):
+        return out
+    cut = target.placement
+    target.local.copy_(collectives.scatter(args[0], cut, group))
+    return None if name == "__setitem__" else target
+
+
+def operation_name(func: Any) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name
+
+
+def _is_in_place(name: str) -> bool:
+    """`add_`, `__iadd__`, `__setitem__`."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_") and not name.startswith("_")
+
+
+def _whole_sequence(x: ShardedTensor) -> Tensor:
+    return whole(x) if x.placement.axis == "sequence" else x
+
+
+# ---------------------------------------------------------------- what other rooms use
+def is_sharded(x: Any) -> bool:
+    """`x` is a `ShardedTensor`."""
+    return type(x) is ShardedTensor
+
+
+def local(x: Tensor) -> Tensor:
+    """The tensor this rank holds: the shard, or `x` itself if it is whole."""
+    return x.local if type(x) is ShardedTensor else x
+
+
+def placement(x: Any) -> Placement | None:
+    """How `x` is cut, or None if it is whole."""
+    return x.placement if type(x) is ShardedTensor else None
+
+
+def wrap(local: Tensor, placement: Placement, group: TensorGroup, sources: Iterable[str] = NO_SOURCES) -> ShardedTensor:
+    """Show a shard as the global tensor."""
+    return ShardedTensor(local, placement, group, frozenset(sources))
+
+
+def map_local(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`f` of the local tensor, cut as `x` is. For `f` that keep the shape and act on each element alone."""
+    if type(x) is ShardedTensor:
+        return ShardedTensor(f(x.local), x.placement, x.group, x.sources)
+    return f(x)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The global tensor; differentiable.
+
+    Collectives: one all-gather of the global tensor over the group (backward: none), if `x` is sharded.
+    """
+    if type(x) is not ShardedTensor:
+        return x
+    x.group.conversions += 1
+    if x.group.on_gather is not None:
+        x.group.delivered |= x.sources
+    return collectives.gather(x.local, x.placement, x.group)
+
+
+# ---------------------------------------------------------------- what rules use
+def merged_sources(tensors: Iterable[Any]) -> frozenset[str]:
+    """Sources of a result that comes from several sharded tensors."""
+    found = [t.sources for t in tensors if type(t) is ShardedTensor]
+    return found[0] if len(found) == 1 else frozenset().union(*found)
+
+
+def derive(local: Tensor, placement: Placement, *origins: ShardedTensor) -> ShardedTensor:
+    """A result cut as given, in the group of its first origin."""
+    return ShardedTensor(local, placement, origins[0].group, merged_sources(origins))
+
+
+def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """All tensors among the arguments, one level of lists deep."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [v for v in value if isinstance(v, Tensor)]
+    return found
+
+
+def take(x: Tensor, cut: Placement, group: TensorGroup) -> Tensor:
+    """This rank's part of a whole tensor (backward: all-gather)."""
+    if x.requires_grad and torch.is_grad_enabled():
+        group.conversions += 1
+    return collectives.scatter(x, cut, group)
+
+
+def align(operands: list[ShardedTensor]) -> tuple[int, Placement]:
+    """The common cut of operands that broadcast together: its dim counted from the right, and its placement."""
+    head = operands[0]
+    from_right, cut = head.placement.dim - head.ndim, head.placement
+    for other in operands[1:]:
+        if other.placement.dim - other.ndim != from_right or not other.placement.like(cut):
+            hints = [cut.segments, other.placement.segments]
+            raise NoRule(f"operands are cut differently: {head!r} and {other!r}", hints, kind="layout")
+        if other.placement.axis == "sequence":
+            cut = Placement(cut.dim, cut.segments, cut.padding, "sequence")
+    return from_right, cut
+
+
+def localize(x: Tensor, from_right: int, cut: Placement, group: TensorGroup) -> Tensor:
+    """The part of an operand that meets the shards of a broadcasting operation."""
+    if type(x) is ShardedTensor:
+        return x.local
+    if x.ndim >= -from_right and x.shape[from_right] == cut.length and cut.length != 1:
+        if group.on_gather is not None and from_right == -1 and x.requires_grad and not _from_parameter(x):
+            # legal, but a bad plan: the residual stream would become cut along the features
+            raise NoRule("it is combined with a whole activation along the features (a residual stream)", partner=x)
+        return take(x, cut.at(x.ndim + from_right), group)
+    return collectives.copy_in(x, group)
+
+
+def _from_parameter(x: Tensor) -> bool:
+    return isinstance(x, torch.nn.Parameter) or isinstance(x._base, torch.nn.Parameter)
+
+
+def partial_to_whole(x: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of all ranks' partial results `x` (fresh, held by nobody else).
+
+    Collectives: one all-reduce of x (backward: none); with sequence parallelism a reduce-scatter (backward: all-gather)
+    that leaves the sum cut along the sequence.
+    """
+    dim = group.sequence_dim
+    if dim is not None and x.ndim >= 3 and x.shape[dim] % group.size == 0:
+        dim %= x.ndim
+        cut = Placement(dim, (x.shape[dim],), 0, "sequence")
+        return ShardedTensor(collectives.sequence_scatter(x, dim, group), cut, group)
+    return collectives.reduce_out(x, group, fresh=True)
+
+
+def along_sequence(x: Any) -> bool:
+    """Cut along the sequence by sequence parallelism."""
+    return type(x) is ShardedTensor and x.placement.axis == "sequence"
+
+
+def sequence_to_whole(x: ShardedTensor) -> Tensor:
+    """The whole input of a column layer from its sequence shards, shared by all layers that read it.
+
+    Collectives: one all-gather of x (backward: reduce-scatter).
+    """
+    memo: Tensor | None = getattr(x, "_gathered", None)
+    tracked = x.local.requires_grad and torch.is_grad_enabled()
+    if memo is None or memo.requires_grad != tracked:
+        dim, count = x.placement.dim, len(x.placement.segments)
+        if count == 1:
+            memo = collectives.sequence_gather(x.local, dim, x.group)
+        else:  # flattened with an outer dim, (batch * sequence)
+            memo = collectives.sequence_gather(x.local.unflatten(dim, (count, -1)), dim + 1, x.group)
+            memo = memo.flatten(dim, dim + 1)
+        x._gathered = memo  # type: ignore[attr-defined]
+    return memo
+
+
+def unpadded_rows(x: ShardedTensor) -> int:
+    """How many of this rank's rows along the cut dim are not padding."""
+    return valid_rows(x.placement, x.group.rank, x.group.size)
+
+
+# ---------------------------------------------------------------- hot methods skip the torch-function machinery
+_HOT = words("""
+    view reshape transpose permute contiguous unsqueeze expand to float split chunk unbind __getitem__ __add__
+    __mul__ __sub__ __neg__ __truediv__ softmax masked_fill flatten
+""")
+
+
+def _hot_method(name: str) -> Callable[..., Any]:
+    func = getattr(torch.Tensor, name)
+
+    def method(self: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_function_stack():  # a mode (the pipeline's, a default device) must see the operation
+            return func(self, *args, **kwargs)
+        return call(func, (self, *args), kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _method in _HOT:
+    setattr(ShardedTensor, _method, _hot_method(_method))

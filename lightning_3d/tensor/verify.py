@@ -1,0 +1,275 @@
+"""IS the rewritten model the same function?  Original against rewritten, on simulated ranks, in float64.
+
+The plan is not trusted: loss and the gradient of every parameter must agree before training starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from lightning_3d.comm import Ledger
+from lightning_3d.errors import ParityError, TensorPlanError
+from lightning_3d.probe import intercept_functions
+from lightning_3d.tensor.decisions import TensorPlan
+from lightning_3d.tensor.functions import function_guard
+from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.plan import Step
+from lightning_3d.tensor.registry import RULES, Args, Kwargs
+from lightning_3d.tensor.replica import exact_copy, redraw
+from lightning_3d.tensor.resolve import reentered
+from lightning_3d.tensor.rewrite import rewrite
+from lightning_3d.tensor.sharded import is_sharded
+from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
+
+_LIFTED = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_DROPOUTS = frozenset(
+    words("""
+    dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout dropout1d dropout2d
+    dropout3d feature_dropout_ feature_alpha_dropout_
+""")
+)
+
+
+@dataclass
+class TensorReport:
+    """What a proof found.
+
+    Args:
+        size: Number of simulated ranks.
+        tolerance: Largest relative error that passes.
+        loss: The original's loss.
+        loss_error: Relative error of the worst rank's loss.
+        errors: Parameter name -> relative error of the worst rank's gradient, in the order of the model.
+        ledger: What rank 0 communicated in one forward and backward.
+        gathers: How often rank 0 had to gather for an operation without a rule.
+    """
+
+    size: int
+    tolerance: float
+    loss: float
+    loss_error: float
+    errors: dict[str, float] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    gathers: int = 0
+
+    @property
+    def worst(self) -> float:
+        """Largest error of all."""
+        return max([self.loss_error, *self.errors.values()])
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= self.tolerance  # False for NaN
+
+    @property
+    def first_difference(self) -> str | None:
+        """The first parameter (in the model's order) whose gradient differs."""
+        return next((name for name, error in self.errors.items() if not error <= self.tolerance), None)
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"tensor-parallel proof over {self.size} ranks: equal, largest relative error {self.worst:.1e}"
+        wrong = [name for name, error in self.errors.items() if not error <= self.tolerance]
+        text = f"tensor-parallel proof over {self.size} ranks FAILED: "
+        text += f"loss off by {self.loss_error:.1e} (relative); " if not self.loss_error <= self.tolerance else ""
+        if wrong:
+            text += (
+                f"the gradient of {wrong[0]} is off by {self.errors[wrong[0]]:.1e} (tolerance {self.tolerance:.0e}), and "
+                f"{len(wrong) - 1} more of {len(self.errors)} differ"
+            )
+        return text
+
+    def raise_if_wrong(self) -> None:
+        """Raises `ParityError` unless everything agrees."""
+        if not self.ok:
+            raise ParityError(
+                f"{self}. This is a fault of a sharding rule, not of your model: set the module around "
+                f"{self.first_difference or 'the loss'} to 'replicate' in the tensor-parallel overrides, and please "
+                "report it."
+            )
+
+
+def verify_tensor_plan(
+    module: nn.Module, plan: TensorPlan, step: Step, *, tolerance: float = 1e-6, seed: int = 0
+) -> TensorReport:
+    """Compare the original with the rewritten model: loss, and the gradient of every parameter.
+
+    Copies of the module run in float64 with redrawn weights, dropout off; what the model's code casts to a lower
+    precision is lifted to float64, so only real differences are seen. The module itself is not touched.
+
+    Args:
+        module: The whole model (not rewritten); it may be attached to a trainer.
+        plan: Its plan.
+        step: Runs the user's step and returns the loss (a tensor, a dict with "loss", or an object with `.loss`).
+        tolerance: Largest relative error that passes (relative to the largest entry of the gradient).
+        seed: For the weights and for random numbers the step draws.
+
+    Raises:
+        ParityError: The step runs on the original but not on the rewritten model.
+        TensorPlanError: The step returns no loss, or the model cannot be copied.
+
+    Memory: about (2 + plan.size * (1 - sharded fraction) + sharded fraction) float64 copies of the model.
+    Collectives: none (ranks are simulated).
+    """
+    with experiment(seed):
+        original = exact_copy(module)
+        redraw(original, seed)
+        copies = [_rewritten(original, plan, comm) for comm in ThreadCommunicator.ring(plan.size)]
+        with Exactly():
+            torch.manual_seed(seed)
+            loss = loss_of(step(original))
+            loss.backward()
+
+        def body(comm: ThreadCommunicator) -> tuple[Tensor, TensorGroup]:
+            model, group = copies[comm.rank]
+            group.comm = comm
+            torch.manual_seed(seed)
+            with Exactly():
+                value = loss_of(step(model))
+                value.backward()
+            return value.detach(), group
+
+        with intercept_functions(function_guard, 1):
+            try:
+                ranks = run_simulated(plan.size, body)
+            except Exception as error:
+                raise ParityError(
+                    f"the step runs on the original model but not on the one cut over {plan.size} tensor-parallel "
+                    f"ranks: {type(error).__name__}: {error}"
+                ) from error
+    group = ranks[0][1]
+    report = TensorReport(
+        plan.size,
+        tolerance,
+        loss.item(),
+        max(_relative(value, loss.detach()) for value, _ in ranks),
+        ledger=group.comm.ledger,
+        gathers=group.gathers,
+    )
+    parts = [dict(model.named_parameters(remove_duplicate=False)) for model, _ in copies]
+    for name, parameter in original.named_parameters():
+        got = [rank[name].grad for rank in parts]
+        report.errors[name] = _gradient_error(parameter, got, plan, name)
+    return report
+
+
+def _rewritten(original: nn.Module, plan: TensorPlan, comm: ThreadCommunicator) -> tuple[nn.Module, TensorGroup]:
+    group = TensorGroup(comm)
+    model = exact_copy(original)
+    rewrite(model, plan, group)
+    return model, group
+
+
+def _gradient_error(parameter: nn.Parameter, got: list[Tensor | None], plan: TensorPlan, name: str) -> float:
+    """Error of the worst rank; for a cut parameter of the gathered gradient."""
+    if not parameter.requires_grad:
+        return 0.0 if all(g is None for g in got) else float("inf")
+    want = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    cut = plan.decisions[name].placement
+    if cut is None:
+        return max(_relative(g if g is not None else torch.zeros_like(want), want) for g in got)
+    shape = cut.local_shape(parameter.shape, plan.size)
+    shards = [g if g is not None else want.new_zeros(shape) for g in got]
+    if any(tuple(s.shape) != shape for s in shards):
+        return float("inf")
+    if cut.padding:  # padding rows must get no gradient
+        filled = torch.cat(shards, cut.dim).narrow(cut.dim, cut.length, cut.padding)
+        if bool(filled.count_nonzero()):
+            return float("inf")
+    return _relative(cut.to_global(shards, plan.size), want)
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    if not got.numel():
+        return 0.0
+    got, want = _dense(got), _dense(want)
+    scale = want.abs().max().item()
+    difference = (got - want).abs().max().item()
+    return difference / scale if scale > 1e-13 else difference
+
+
+def _dense(x: Tensor) -> Tensor:
+    return (x.to_dense() if x.is_sparse else x).detach()
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a step returns."""
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise TensorPlanError(
+            f"the step returned {type(output).__name__} without a loss tensor; a tensor, a dict with 'loss' or an object "
+            "with `.loss` is needed to prove the plan."
+        )
+    return loss
+
+
+class Exactly(TorchFunctionMode):
+    """Run user code in float64 and without dropout: requests for a lower precision are lifted, dropout passes through."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "multi_head_attention_forward":
+            with self:
+                return reentered(func)(*args, **kwargs)
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+        if "grouped_mm" in name and args[0].dtype == torch.float64:
+            sharded = any(is_sharded(a) for a in args)
+            return RULES[name](_grouped_product, args, kwargs) if sharded else _grouped_product(*args, **kwargs)
+        if name in ("float", "half", "bfloat16"):
+            return args[0].double()
+        if name == "__get__" or (name.endswith("_") and not name.endswith("__")):
+            return func(*args, **{k: _lift(v) for k, v in kwargs.items()})
+        args, kwargs = tree_map(_lift, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+
+def _grouped_product(x: Tensor, weight: Tensor, *, offs: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    """`grouped_mm` of rows by groups, which torch does not have in float64."""
+    ends = offs.tolist()
+    parts = [x[a:b] @ weight[e] for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
+    parts.append(x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1]))
+    out = torch.cat(parts)
+    return out if bias is None else out + bias
+
+
+def _lift(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return _LIFTED.get(value, value)
+    if isinstance(value, Tensor) and value.dtype in _LIFTED:
+        return value.to(_LIFTED[value.dtype])
+    return value
+
+
+@contextmanager
+def experiment(seed: int) -> Iterator[None]:
+    """Random state and default dtype as before afterwards."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(seed)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

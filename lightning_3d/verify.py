@@ -1,0 +1,187 @@
+"""IS the parallel model the same function, and what would become of it?  Both in one process, without launching.
+
+    report = lightning_3d.verify(module, batch, "tp2-pp2")
+    print(lightning_3d.explain(module, batch, "tp2-pp2"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import ParityError
+from lightning_3d.explain import describe_plan, stages_of
+from lightning_3d.layout import Layout
+from lightning_3d.pipeline import Simulation, simulate
+from lightning_3d.probe import intercept_functions
+from lightning_3d.steps import call_step, logging_silenced
+from lightning_3d.tensor import (
+    TensorGroup,
+    TensorPlan,
+    TensorReport,
+    ThreadCommunicator,
+    function_guard,
+    plan_tensor_parallel,
+    rewrite,
+    run_simulated,
+    verify_tensor_plan,
+)
+from lightning_3d.tensor.replica import exact_copy, redraw
+from lightning_3d.tensor.verify import Exactly, experiment
+from lightning_3d.testing import relative_error
+
+TOLERANCE = 1e-6
+"""Largest relative error that passes; what is compared is float64, where a fault is larger and rounding far smaller."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found.
+
+    Args:
+        layout: The layout that was simulated.
+        tensor: The proof of the tensor-parallel rewrite, or None for tp=1.
+        loss_error: Relative error of the loss through the pipeline stages.
+        errors: Parameter name -> relative error of its gradient through the stages; empty for pp=1.
+        tolerance: Largest error that passes.
+    """
+
+    layout: Layout
+    tensor: TensorReport | None
+    loss_error: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+
+    @property
+    def worst(self) -> float:
+        """Largest relative error of all that was compared."""
+        tensor = self.tensor.worst if self.tensor is not None else 0.0
+        return max([tensor, self.loss_error, *self.errors.values()])
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= self.tolerance
+
+    @property
+    def first_difference(self) -> str | None:
+        """The first parameter (in the model's order) whose gradient differs, or None."""
+        if self.tensor is not None and not self.tensor.ok:
+            return self.tensor.first_difference
+        return next((name for name, error in self.errors.items() if not error <= self.tolerance), None)
+
+    def __str__(self) -> str:
+        verdict = "equal to one process" if self.ok else f"DIFFERS, first in {self.first_difference or 'the loss'}"
+        lines = [f"{self.layout}: {verdict}, largest relative error {self.worst:.1e} (allowed {self.tolerance:.0e})"]
+        if self.tensor is not None:
+            lines.append(str(self.tensor))
+        if self.errors:
+            lines.append(
+                f"pipeline over {self.layout.pp} stages: loss error {self.loss_error:.1e}, largest gradient error "
+                f"{max(self.errors.values()):.1e} over {len(self.errors)} parameters"
+            )
+        return "\n".join(lines)
+
+    def raise_if_wrong(self) -> None:
+        """Raise `ParityError` unless everything agrees."""
+        if not self.ok:
+            raise ParityError(str(self))
+
+
+def verify(module: nn.Module, batch: Any, layout: Layout | str, *, num_microbatches: int = 2) -> Report:
+    """Compare a layout with one process: the loss and the gradient of every parameter, in float64.
+
+    Runs in this process: tensor-parallel ranks are threads, pipeline stages run one after the other. Copies of the
+    module are used, with redrawn weights and dropout off; the module is left as it was. Data parallelism and ZeRO do
+    not change what is computed and take no part.
+
+    Args:
+        module: A LightningModule with `training_step`, whole, on the CPU.
+        batch: A batch as the training loader gives it.
+        layout: The layout, e.g. "tp2-pp2"; dp and zero are ignored.
+        num_microbatches: Microbatches the pipeline cuts the batch into.
+
+    Raises:
+        ConfigurationError: The model cannot be cut this way.
+
+    Collectives: none.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout.check_supported()
+    step = _step(batch)
+    plan = plan_tensor_parallel(module, step, layout.tp) if layout.tp > 1 else None
+    tensor = verify_tensor_plan(module, plan, step) if plan is not None else None
+    if layout.pp == 1 or (tensor is not None and not tensor.ok):
+        return Report(layout, tensor)
+    loss_error, errors = _through_stages(module, batch, layout, plan, num_microbatches)
+    return Report(layout, tensor, loss_error, errors)
+
+
+def explain(module: nn.Module, batch: Any, layout: Layout | str) -> str:
+    """The mesh, what becomes of every matrix and which module goes to which stage, as a table.
+
+    Args:
+        module: A LightningModule with `training_step`, whole.
+        batch: A batch as the training loader gives it.
+        layout: The layout, e.g. "tp2-pp2-dp2".
+
+    Raises:
+        ConfigurationError: The model cannot be cut this way.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout.check_supported()
+    shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+    plan = plan_tensor_parallel(module, _step(batch), layout.tp) if layout.tp > 1 else None
+    stages = None
+    if layout.pp > 1:
+        stages = stages_of(simulate(module, layout.pp, batch).partitions[0])
+    return describe_plan(layout, plan, shapes, stages)
+
+
+def _step(batch: Any) -> Callable[[nn.Module], Any]:
+    def step(module: nn.Module) -> Any:
+        with logging_silenced(module):
+            return call_step(module, "training_step", batch, 0)
+
+    return step
+
+
+def _through_stages(
+    module: nn.Module, batch: Any, layout: Layout, plan: TensorPlan | None, num_microbatches: int
+) -> tuple[float, dict[str, float]]:
+    """Errors of the loss and gradients when the (rewritten) model runs in stages."""
+    options: dict[str, Any] = {"num_microbatches": num_microbatches, "forward_context": Exactly}
+    with experiment(0):
+        original = exact_copy(module)
+        redraw(original, 0)
+        whole = simulate(original, 1, batch, **options)
+
+        def body(comm: ThreadCommunicator) -> Simulation:
+            model = exact_copy(original)
+            group = None
+            if plan is not None:
+                group = TensorGroup(comm)
+                rewrite(model, plan, group)
+            return simulate(model, layout.pp, batch, tensor_group=group, **options)
+
+        with intercept_functions(function_guard, 1):
+            ranks = run_simulated(layout.tp, body)
+    assert whole.result.loss is not None
+    loss_error = max(relative_error(r.result.loss, whole.result.loss) for r in ranks)
+    errors = {}
+    for name, want in whole.gradients.items():
+        parts = [rank.gradients[name] for rank in ranks]
+        errors[name] = _gradient_error(parts, want, plan, name)
+    return loss_error, errors
+
+
+def _gradient_error(parts: list[Tensor | None], want: Tensor | None, plan: TensorPlan | None, name: str) -> float:
+    placement = plan.decisions[name].placement if plan is not None else None
+    if placement is None or all(part is None for part in parts):
+        return max(relative_error(part, want) for part in parts)
+    shape = next(tuple(part.shape) for part in parts if part is not None)
+    shards = [part if part is not None else torch.zeros(shape, dtype=torch.float64) for part in parts]
+    return relative_error(placement.to_global(shards, len(shards)), want)

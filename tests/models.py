@@ -1,0 +1,184 @@
+"""Ordinary LightningModules for parity tests: biases and norms not trivial, losses over unequal numbers of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+VOCAB = 101
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.dropout, self.heads = nn.Dropout(dropout), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (
+            z.view(b, t, self.heads, d // self.heads).transpose(1, 2) for z in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        x = x + self.dropout(self.out(a))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Lit(pl.LightningModule):
+    optimizer = "sgd"
+    lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        matrices = [p for p in self.parameters() if p.ndim >= 2]
+        rest = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, sync_dist=True)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        return loss
+
+    def loss(self, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class LitMLP(Lit):
+    def __init__(self, dim: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Linear(8, dim)]
+        for _ in range(depth):
+            layers += [nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)]
+        self.net = nn.Sequential(*layers, nn.Linear(dim, 5))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+
+class LitGPT(Lit):
+    def __init__(self, tied: bool = True, depth: int = 4, dim: int = 16, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCAB, dim), nn.Embedding(32, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = batch["tokens"]
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class LitHF(Lit):
+    """The usual wrapper around a Hugging Face model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(**batch).loss
+
+
+def llama() -> LitHF:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return LitHF(LlamaForCausalLM(config))
+
+
+def gpt2() -> LitHF:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0.0, attn_pdrop=0.0,
+        embd_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return LitHF(GPT2LMHeadModel(config))
+
+
+class Samples(Dataset):
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {k: v[i] for k, v in self.columns.items()}
+
+
+def vectors(n: int) -> Samples:
+    g = torch.Generator().manual_seed(7)
+    return Samples({"x": torch.randn(n, 8, generator=g).double(), "y": torch.randint(0, 5, (n,), generator=g)})
+
+
+def tokens(n: int) -> Samples:
+    g = torch.Generator().manual_seed(7)
+    return Samples({"tokens": torch.randint(1, VOCAB, (n, 9), generator=g)})
+
+
+def labelled(n: int) -> Samples:
+    """Right-padded sequences: every sample has another number of targets."""
+    g = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, VOCAB, (n, 9), generator=g)
+    lengths = torch.randint(3, 10, (n,), generator=g)
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    return Samples({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+
+
+MODELS: dict[str, tuple[Callable[[], Lit], Callable[[int], Samples]]] = {
+    "mlp": (LitMLP, vectors),
+    "gpt": (lambda: LitGPT(tied=False), tokens),
+    "gpt_tied": (LitGPT, tokens),
+    "llama": (llama, labelled),
+    "gpt2": (gpt2, labelled),
+}
+
+
+def build(name: str) -> Lit:
+    """The model in float64 with non-trivial biases and norms, the same every time."""
+    torch.manual_seed(11)
+    model = MODELS[name][0]().double()
+    generator = torch.Generator().manual_seed(12)
+    for parameter in model.parameters():
+        spread = 0.3 if parameter.ndim < 2 else 0.15
+        offset = 1.0 if parameter.ndim < 2 and float(parameter.detach().mean()) > 0.5 else 0.0
+        parameter.data = offset + spread * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.double()
+    return model
+
+
+def loader(name: str, samples: int, batch: int, replica: int = 0, replicas: int = 1) -> DataLoader:
+    """Batches in order; replica r of n reads samples r, r + n, ... of every global batch."""
+    data = MODELS[name][1](samples)
+    sampler = DistributedSampler(data, replicas, replica, shuffle=False) if replicas > 1 else None
+    return DataLoader(data, batch_size=batch // replicas, sampler=sampler, shuffle=False)
