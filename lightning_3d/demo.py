@@ -41,9 +41,10 @@ from lightning_3d.observe.tables import byte_text
 LAYOUT = Layout(tp=2, pp=2, dp=2, zero=1, schedule="1f1b")
 MICROBATCHES = 8
 STEPS, FAST_STEPS = 80, 8
-TOLERANCE = 1e-4
-"""Largest relative difference of two losses that still counts as float32 rounding: two orders of summation start 1e-7
-apart and training amplifies the difference; a missing or doubled gradient shows at 1e-2 within a few steps."""
+TOLERANCE = 3e-4
+"""Largest relative difference of two losses that still counts as float32 rounding. Another order of summation starts
+1e-7 apart and training amplifies it: one process that adds up the batch in 8 parts ends up to 7e-6 from itself in 80
+steps, the layout up to 3e-5 (measured); a gradient that lacks the part of one rank is off by percents at once."""
 RUN_TIMEOUT = 900.0
 
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 VOCAB = 101
@@ -92,6 +93,19 @@ class LitGPT(Lit):
         return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class LiftToDouble(TorchFunctionMode):
+    """Code that asks for float32 inside gets float64, so that its rounding does not hide errors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def up(value: Any) -> Any:
+            single = isinstance(value, torch.dtype) and value in (torch.float32, torch.bfloat16)
+            return torch.float64 if single else value
+
+        if getattr(func, "__name__", "") in ("float", "bfloat16"):
+            return args[0].double()
+        return func(*[up(a) for a in args], **{k: up(v) for k, v in (kwargs or {}).items()})
+
+
 class LitHF(Lit):
     """The usual wrapper around a Hugging Face model."""
 
@@ -100,7 +114,8 @@ class LitHF(Lit):
         self.model = model
 
     def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
+        with LiftToDouble():
+            return self.model(**batch).loss
 
 
 def llama() -> LitHF:

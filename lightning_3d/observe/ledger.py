@@ -10,8 +10,8 @@ from lightning_3d.comm import Ledger
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.observe.tables import byte_text, plain_table
 
-AXIS_ORDER = ("tp", "cp", "pp", "dp", "replica", "world")
-PHASE_ORDER = ("forward", "backward", "reduce", "optimizer", "other")
+AXIS_ORDER = ("tp", "cp", "pp", "dp", "replica", "world", "control")
+PHASE_ORDER = ("forward", "backward", "reduce", "clip", "optimizer", "other")
 
 
 @dataclass(frozen=True)

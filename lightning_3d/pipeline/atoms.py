@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_3d.errors import PipelineError, near
+from lightning_3d.pipeline import sharding
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OPEN_TORCH = (*_CONTAINERS, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
@@ -96,4 +97,5 @@ def _parameter_count(module: nn.Module) -> int:
 
 
 def _is_leaf(module: nn.Module, children: list[tuple[str, nn.Module]]) -> bool:
-    return not children or (type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OPEN_TORCH))
+    of_torch = sharding.original_class(module).__module__.startswith("torch.nn.")
+    return not children or (of_torch and not isinstance(module, _OPEN_TORCH))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
@@ -89,7 +90,15 @@ def _mutations(
 def _faked(run: TraceRun, x: Tensor) -> Tensor:
     if isinstance(sharding.local(x), FakeTensor):
         return x
-    return sharding.on_local(run.fakes.mode.from_tensor, x)
+
+    def fake(piece: Tensor) -> Tensor:
+        shape_only = run.fakes.mode.from_tensor(piece.detach())
+        if not piece.requires_grad:
+            return shape_only
+        with torch.enable_grad(), run.fakes.mode:
+            return shape_only.requires_grad_() * 1  # not a leaf: in-place operations are legal
+
+    return sharding.on_local(fake, x)
 
 
 class _Describer:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,49 +27,43 @@ _SCALARS = (int, float, complex, str, bytes, bool, type(None))
 def batch_size(batch: Any) -> int:
     """Number of samples in a batch.
 
-    The first dim all tensors share; if they do not share one, the length of the sequences with one entry per sample;
-    else the first dim most tensors have.
+    The first dim of the tensors (the most common one, if they differ); where tensors sit in sequences with one entry per
+    sample, the length of those. A list of tensors that share their first dim is a list of batches (views of the same
+    samples), not of samples.
 
     Raises:
         PipelineError: The batch holds nothing that can be cut.
     """
-    sizes = [len(x) for x in _leaves(batch) if _has_first_dim(x)]
-    if sizes and len(set(sizes)) == 1 and not _only_in_samples(batch):
-        return sizes[0]
-    lengths = {len(s) for s in _sample_sequences(batch)}
-    outside = {len(x) for x in _leaves(batch, into_sequences=False) if _has_first_dim(x)}
-    if len(lengths) == 1 and (not outside or lengths <= outside):
-        return lengths.pop()
+    votes = _Votes([], [], [], [])
+    for part in batch if _is_tuple_of_tensors(batch) else (batch,):
+        _vote(part, votes)
+    both = [size for size in votes.dims if size in votes.lengths]
+    sizes = both or votes.dims or votes.lengths or votes.views or votes.names
     if not sizes:
         raise PipelineError(
             f"cannot find the batch dim: the batch ({type(batch).__name__}) holds no tensor with a dim and no sequence "
             "with one entry per sample. A pipeline must cut every batch into microbatches."
         )
     counted = Counter(sizes)
-    return max(sizes, key=lambda size: (counted[size], -sizes.index(size)))
+    return max(counted, key=lambda size: (counted[size], -sizes.index(size)))
 
 
 def split(batch: Any, count: int) -> list[Any]:
     """Cut a batch into `min(count, batch size)` microbatches whose sizes differ by at most one, in order."""
-    size = batch_size(batch)
-    count = min(count, size)
-    edges = [size * i // count for i in range(count + 1)]
-    return [_cut(batch, size, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return split_with_sizes(batch, count)[0]
 
 
-def shares(microbatches: Sequence[Any]) -> list[float]:
-    """Each microbatch's share of the samples."""
-    sizes = [batch_size(m) for m in microbatches]
-    return [size / sum(sizes) for size in sizes]
-
-
-def split_with_shares(batch: Any, count: int) -> tuple[list[Any], list[int]]:
-    """Microbatches and their sizes."""
+def split_with_sizes(batch: Any, count: int) -> tuple[list[Any], list[int]]:
+    """The microbatches of `split`, and their sizes."""
     size = batch_size(batch)
     count = min(count, size)
     edges = [size * i // count for i in range(count + 1)]
     pairs = list(zip(edges, edges[1:], strict=False))
-    return [_cut(batch, size, a, b) for a, b in pairs], [b - a for a, b in pairs]
+    if _is_tuple_of_tensors(batch):
+        parts: list[Any] = [tuple(_cut(x, size, a, b) for x in batch) for a, b in pairs]
+    else:
+        parts = [_cut(batch, size, a, b) for a, b in pairs]
+    return parts, [b - a for a, b in pairs]
 
 
 def signature(batch: Any) -> Any:
@@ -81,9 +75,11 @@ def signature(batch: Any) -> Any:
         return ("tensor", tuple(batch.shape), batch.dtype, batch.requires_grad)
     if isinstance(batch, (bool, int)) or batch is None:
         return (type(batch), batch)
+    if isinstance(batch, np.ndarray):
+        return ("array", batch.shape, batch.dtype.str)
     children = _children(batch)
     if children is None:
-        return getattr(batch, "shape", None) and tuple(batch.shape), type(batch)
+        return type(batch)
     keys, values, _ = children
     if len(values) > 8 and all(isinstance(v, _SCALARS) for v in values):
         return (type(batch), len(values))  # one number or name per sample
@@ -186,57 +182,72 @@ def _like_dataclass(value: Any, names: list[str], new: list[Any]) -> Any:
     return same
 
 
-def _leaves(value: Any, into_sequences: bool = True) -> Iterator[Any]:
-    children = _children(value)
-    if children is None:
-        _check_leaf(value)
-        yield value
-        return
-    for x in children[1]:
-        if into_sequences or not _is_sample_sequence(x):
-            yield from _leaves(x, into_sequences)
-
-
-def _check_leaf(value: Any) -> None:
-    if hasattr(value, "__dict__") and not isinstance(value, Tensor) and any(isinstance(x, Tensor) for x in vars(value).values()):
-        raise PipelineError(
-            f"the batch holds a {type(value).__name__} with tensors inside, which cannot be cut into microbatches. Make "
-            "it a dict, a tuple or a dataclass, or register it with torch.utils._pytree.register_pytree_node."
-        )
-
-
 def _has_first_dim(x: Any) -> bool:
     return isinstance(x, (Tensor, np.ndarray)) and x.ndim > 0
 
 
-def _is_sample_sequence(value: Any) -> bool:
-    """A list or tuple with one entry per sample: entries of one kind that do not have the batch dim themselves."""
-    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or not value:
-        return False
-    if len({type(x) for x in value}) != 1:
-        return False
-    if isinstance(value[0], (list, tuple)) and all(_is_sample_sequence(x) for x in value):
-        return len({len(x) for x in value}) > 1  # (images, targets): a structure; ragged lists: one per sample
-    sizes = {len(x) for v in value for x in _leaves(v) if _has_first_dim(x)}
-    tensors = [x for x in value if isinstance(x, Tensor)]
-    return not (tensors and len(sizes) == 1 and len({x.shape for x in tensors}) > 1) or len(sizes) > 1
-
-
-def _sample_sequences(value: Any) -> Iterator[Sequence[Any]]:
-    if _is_sample_sequence(value):
+def _leaves(value: Any) -> Iterator[Any]:
+    children = _children(value)
+    if children is None:
         yield value
         return
-    children = _children(value)
-    for x in children[1] if children else ():
-        yield from _sample_sequences(x)
+    for x in children[1]:
+        yield from _leaves(x)
 
 
-def _only_in_samples(batch: Any) -> bool:
-    """Whether every tensor sits in a sequence of dicts, so that the shared first dim is not the batch's."""
-    sequences = list(_sample_sequences(batch))
-    if not sequences or any(_has_first_dim(x) for x in _leaves(batch, into_sequences=False)):
+class _Votes(NamedTuple):
+    """What the batch size may be.
+
+    First dims of tensors, lengths of sequences of samples, first dims of lists of tensors that share it (views of one
+    batch, or samples of one size), lengths of sequences of names.
+    """
+
+    dims: list[int]
+    lengths: list[int]
+    views: list[int]
+    names: list[int]
+
+
+def _vote(value: Any, votes: _Votes) -> None:
+    if _has_first_dim(value):
+        votes.dims.append(len(value))
+    elif _is_samples(value):
+        votes.lengths.append(len(value))
+    elif _is_plain_sequence(value) and value and all(isinstance(x, _SCALARS) for x in value):
+        votes.names.append(len(value))
+    elif _is_plain_sequence(value) and value and all(map(_has_first_dim, value)):
+        votes.views.append(len(value[0]))
+    else:
+        children = _children(value)
+        for x in children[1] if children else ():
+            _vote(x, votes)
+
+
+def _is_plain_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
+def _is_tuple_of_tensors(batch: Any) -> bool:
+    """A whole batch that is a tuple of tensors is (inputs, targets, weights), never a tuple of ragged samples."""
+    return type(batch) is tuple and all(isinstance(x, (Tensor, np.ndarray)) for x in batch)
+
+
+def _is_samples(value: Any) -> bool:
+    """Whether a list or tuple has one entry per sample.
+
+    Its entries are tensors with different first dims, or structures of one kind in which something cannot have a batch
+    dim: a number, a string, a plain object, or tensors with different first dims. A tuple of sequences is a structure
+    (what `tuple(zip(*samples))` makes), a list of sequences a list of samples.
+    """
+    if not _is_plain_sequence(value) or not value or all(isinstance(x, _SCALARS) for x in value):
         return False
-    return all(not isinstance(x, Tensor) for s in sequences for x in s)
+    tensors = [isinstance(x, (Tensor, np.ndarray)) for x in value]
+    if any(tensors):
+        return all(tensors) and len({len(x) if x.ndim else -1 for x in value}) > 1
+    if len({type(x) for x in value}) > 1 or (isinstance(value, tuple) and _is_plain_sequence(value[0])):
+        return False
+    leaves = [x for entry in value for x in _leaves(entry)]
+    return not all(map(_has_first_dim, leaves)) or len({len(x) for x in leaves}) > 1
 
 
 def _cut(value: Any, size: int, start: int, stop: int) -> Any:
@@ -244,16 +255,26 @@ def _cut(value: Any, size: int, start: int, stop: int) -> Any:
         return value[start:stop] if value.ndim and len(value) == size else value
     children = _children(value)
     if children is None:
+        _check_leaf(value)
         return value
+    if _is_plain_sequence(value) and len(value) == size and _one_entry_per_sample(value, size):
+        return type(value)(value[start:stop])
     _, values, rebuild = children
-    plain = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-    if plain and len(value) == size and not all(_has_first_dim(x) and len(x) == size for x in value):
-        if not any(_holds_batch_dim(x, size) for x in value):
-            return type(value)(value[start:stop])
     return rebuild([_cut(x, size, start, stop) for x in values])
 
 
-def _holds_batch_dim(value: Any, size: int) -> bool:
-    """Whether every tensor in a structure (not a tensor itself) has the batch dim."""
-    leaves = [x for x in _leaves(value) if _has_first_dim(x)]
-    return bool(leaves) and not _has_first_dim(value) and all(len(x) == size for x in leaves)
+def _one_entry_per_sample(value: Sequence[Any], size: int) -> bool:
+    """For a sequence as long as the batch: is it samples, or a structure that happens to have that length?"""
+    if all(isinstance(x, _SCALARS) for x in value) or _is_samples(value):
+        return True
+    return all(map(_has_first_dim, value)) and any(len(x) != size for x in value)
+
+
+def _check_leaf(value: Any) -> None:
+    if not hasattr(value, "__dict__") or callable(value):
+        return
+    if any(isinstance(x, Tensor) for x in vars(value).values()):
+        raise PipelineError(
+            f"the batch holds a {type(value).__name__} with tensors inside, which cannot be cut into microbatches. Make "
+            "it a dict, a tuple or a dataclass, or register it with torch.utils._pytree.register_pytree_node."
+        )

@@ -20,7 +20,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import Program, call_step, probe_arguments
-from lightning_3d.pipeline.microbatch import batch_size, signature, split_with_shares
+from lightning_3d.pipeline.microbatch import batch_size, signature, split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.phantom import drop
 from lightning_3d.pipeline.planning import Split, cut, make_plan
@@ -125,7 +125,7 @@ class PipelineRunner:
         return partition
 
     def _first_microbatch(self, batch: Any) -> Any:
-        return split_with_shares(batch, self.num_microbatches)[0][0]
+        return split_with_sizes(batch, self.num_microbatches)[0][0]
 
     def _place(self, partition: Partition) -> None:
         assert self._held is not None
@@ -228,7 +228,7 @@ class PipelineRunner:
         Raises:
             DivergedError: The step took another path than the planned one.
         """
-        microbatches, sizes = split_with_shares(batch, self.num_microbatches)
+        microbatches, sizes = split_with_sizes(batch, self.num_microbatches)
         weights = [size / sum(sizes) for size in sizes] if weights is None else list(weights)
         assert len(weights) == len(microbatches), f"{len(weights)} weights for {len(microbatches)} microbatches"
         lists = [self._schedule(self.stages, len(microbatches), s) for s in range(self.stages)]
@@ -249,7 +249,7 @@ class PipelineRunner:
             *args: More arguments for the method (dataloader_idx).
         """
         assert not torch.is_grad_enabled(), "evaluation needs torch.no_grad() or torch.inference_mode()"
-        microbatches, sizes = split_with_shares(batch, self.num_microbatches)
+        microbatches, sizes = split_with_sizes(batch, self.num_microbatches)
         number = mix(zlib.crc32(step_name.encode()), self.evaluation_number)
         walk = self._walk(step_name, microbatches, (batch_idx, *args), number, None)
         walk.run(self._evaluation_lists(walk.partitions))

@@ -9,19 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-try:
-    from lightning_3d.tensor import ShardedTensor, function_guard
-except ImportError:  # the tensor room is not there yet
-    ShardedTensor = None  # type: ignore[assignment,misc]
-    function_guard = None  # type: ignore[assignment]
-
+from lightning_3d import tensor as tensor_room
 from lightning_3d.probe import intercept_functions
+from lightning_3d.tensor import ShardedTensor, function_guard
 
 
 def _sharded(value: object) -> bool:
-    return ShardedTensor is not None and isinstance(value, ShardedTensor)
+    return isinstance(value, ShardedTensor)
 
 
 def local(value: Any) -> Any:
@@ -41,37 +37,29 @@ def sources(value: Any) -> Any:
 
 def on_local(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     """Apply `function` to this rank's piece and keep the placement."""
-    if not _sharded(value):
-        return function(value)
-    from lightning_3d.tensor import map_local
-
-    return map_local(function, value)
+    return tensor_room.map_local(function, value)
 
 
 def wrap(piece: Tensor, meta: Any, group: Any) -> Tensor:
     """Make a received piece what its `TensorMeta` says: a sharded tensor again, or just itself."""
     if meta.placement is None:
         return piece
-    from lightning_3d.tensor import wrap as wrap_piece
+    return tensor_room.wrap(piece, meta.placement, group, sources=meta.sources)
 
-    return wrap_piece(piece, meta.placement, group, sources=meta.sources)
+
+def original_class(module: nn.Module) -> type:
+    """The class of a module before the tensor-parallel rewrite."""
+    return tensor_room.original_class(module)
 
 
 def whole(value: Any) -> Any:
     """A sharded tensor gathered over the tensor-parallel group; anything else itself."""
-    if not _sharded(value):
-        return value
-    from lightning_3d.tensor import whole as gather
-
-    return gather(value)
+    return tensor_room.whole(value) if _sharded(value) else value
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
     """While open, custom autograd Functions called with sharded tensors are handled by the tensor room."""
-    if function_guard is None:
-        yield
-        return
     with intercept_functions(function_guard, 1):
         yield
 

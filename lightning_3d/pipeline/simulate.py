@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_3d.pipeline.events import Vid
 from lightning_3d.pipeline.execution import Live, Program, backward, call_step, forward, loss_of, probe_arguments
-from lightning_3d.pipeline.microbatch import split_with_shares
+from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Partition, windows_from_starts
 from lightning_3d.pipeline.phantom import AbsentParameter, make_absent
 from lightning_3d.pipeline.planning import Plan, Split, cut, make_plan
@@ -68,7 +68,7 @@ def simulate(
         PipelineError: The step cannot be cut as asked.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    microbatches, sizes = split_with_shares(batch, num_microbatches)
+    microbatches, sizes = split_with_sizes(batch, num_microbatches)
     step = getattr(module, "training_step")  # noqa: B009  (not every nn.Module has it)
 
     def traced(microbatch: Any, atoms: Any) -> Any:

@@ -9,7 +9,9 @@
 | `slice_overlapping`   | slice              | pad + all-reduce   | ranks take parts that may overlap (few kv heads) |
 | `sequence_gather`     | all-gather         | reduce-scatter     | column layer under sequence parallelism |
 | `sequence_scatter`    | reduce-scatter     | all-gather         | row layer under sequence parallelism |
-| `column_linear`       | matmul             | all-reduce of dX while dW is computed | column layer that alone reads its input |
+| `column_linear`       | matmul             | all-reduce (*)     | column layer |
+
+(*) of dX, shared with the other readers of X; started before dW is computed if there are none.
 
 The backward of each pair is the forward of its conjugate, so second derivatives are right too. Outputs that share
 storage with an input are detached aliases, not views: they share its version counter (in-place changes are noticed),

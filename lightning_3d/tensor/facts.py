@@ -22,7 +22,7 @@ class Facts:
     Attributes:
         names: All parameter names, tied ones included, in order -> parameter.
         patterns: Name -> name with the indices of equal blocks replaced by `*`.
-        key_of: `id(parameter)` -> key: its pattern, made unique where the user demands different things of equal blocks.
+        key_of: `id(parameter)` -> key: its pattern, made unique where the user demands different things of blocks.
         shapes: Key -> global shape.
         demands: Key -> what the user demands ("column", "row", "vocab", "replicate").
         demanded_by: Key -> the pattern or class that says so.

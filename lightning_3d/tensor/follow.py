@@ -1,8 +1,8 @@
 """WHICH weights could be cut?  Follow the user's code once, and decide each weight when it is first multiplied.
 
-The first weight that meets a whole input is *assumed* column-parallel: its output becomes a `ShardedTensor`, and the
-rules carry the cut through the user's own code. A weight that meets a cut input at its contraction is row-parallel. What
-the rules cannot carry raises `Refuted`; the search (plan.py) then changes the assumption and follows again.
+The first weight that meets a whole input is *assumed* column-parallel: its output becomes a `ShardedTensor`, and
+the rules carry the cut through the user's own code. A weight that meets a cut input at its contraction is row-parallel.
+What the rules cannot carry raises `Refuted`; the search (plan.py) then changes the assumption and follows again.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ class Follow(TorchFunctionMode):
         return None
 
     def _decide_embedding(self, args: Args, kwargs: Kwargs) -> None:
-        table = args[1] if len(args) > 1 else kwargs.get("weight")
+        table = base_parameter(args[1] if len(args) > 1 else kwargs.get("weight"))
         key = self._key(table)
-        if key is None or base_parameter(table) is not table or self._start(key) is not None:
+        if key is None or table is None or self._start(key) is not None:
             return
         rows, demand = table.shape[0], self.facts.demands.get(key)
         if demand in ("column", "row"):
@@ -200,8 +200,8 @@ class Follow(TorchFunctionMode):
 
     def _decide(self, name: str, args: Args, kwargs: Kwargs) -> None:
         position, out_dim, in_dim = _WEIGHT_OPS[name]
-        weight = args[position] if len(args) > position else kwargs.get("weight", kwargs.get("mat2"))
-        x = args[position - 1] if len(args) > position - 1 else kwargs.get("input")
+        weight: Any = args[position] if len(args) > position else kwargs.get("weight", kwargs.get("mat2"))
+        x: Any = args[position - 1] if len(args) > position - 1 else kwargs.get("input")
         parameter = base_parameter(weight)
         key = self._key(weight)
         if parameter is None or key is None or parameter.ndim < 2:

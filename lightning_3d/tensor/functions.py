@@ -41,8 +41,8 @@ def function_guard(proceed: Callable[..., Any], function: type, args: Args, kwar
 def is_pointwise(function: type, rest: Args) -> bool:
     """Whether a Function of one tensor acts on each element alone, found by experiment.
 
-    It does iff f(permuted, sliced x) = permuted, sliced f(x), for values and for gradients. Tried on random float64 data
-    with the other arguments as given; the verdict is remembered.
+    It does iff f(permuted, sliced x) = permuted, sliced f(x), for values and for gradients. Tried on random float64
+    data with the other arguments as given; the verdict is remembered.
     """
     key: Any = (function, rest)
     try:

@@ -2,8 +2,8 @@
 
 `rewrite` turns an `nn.Linear` or `nn.Embedding` into one of these in place. By hand there are two ways:
 
-* `ColumnParallelLinear(8, 32)` in a model is a *declaration*: it is an ordinary `nn.Linear` until the model is rewritten,
-  and the planner has to cut it that way.
+* `ColumnParallelLinear(8, 32)` in a model is a *declaration*: it is an ordinary `nn.Linear` until the model is
+  rewritten, and the planner has to cut it that way.
 * `ColumnParallelLinear(8, 32, group=...)` is cut at once. All ranks must build it from the same random state.
 """
 
@@ -52,7 +52,7 @@ def sharded_view(name: str) -> property:
         if name not in cuts or getattr(parameter, "is_absent", False):  # absent: another pipeline stage holds it
             return parameter
         cut, source = cuts[name]
-        return ShardedTensor(parameter, cut, module.tensor_group, source)  # type: ignore[arg-type]
+        return ShardedTensor(parameter, cut, module.tensor_group, source)
 
     return property(get)
 
@@ -87,8 +87,10 @@ class ColumnParallelLinear(nn.Linear, _ParallelLayer):
     | pass | computes | communicates over tp | bytes |
     |---|---|---|---|
     | forward | Y_r from the whole X | nothing | 0 |
-    | backward dX | sum over r of dY_r A_r | all-reduce, shared by all layers that read X; overlaps dA if this is the only one | size of X |
+    | backward dX | sum over r of dY_r A_r | all-reduce, shared by all readers of X (*) | size of X |
     | backward dA, db | dY_r^T X, sum of dY_r: own rows only | nothing | 0 |
+
+    (*) it runs while dA is computed, if this layer is the only reader.
 
     With sequence parallelism X comes cut along the sequence: forward an all-gather, backward a reduce-scatter of X.
 
@@ -106,8 +108,8 @@ class ColumnParallelLinear(nn.Linear, _ParallelLayer):
     """
 
     gather_output = False
-    weight = sharded_view("weight")  # type: ignore[assignment]
-    bias = sharded_view("bias")  # type: ignore[assignment]
+    weight: Any = sharded_view("weight")
+    bias: Any = sharded_view("bias")
 
     def __init__(
         self,
@@ -176,8 +178,8 @@ class RowParallelLinear(nn.Linear, _ParallelLayer):
         TensorPlanError: With `group`, if the inputs cannot be dealt evenly.
     """
 
-    weight = sharded_view("weight")  # type: ignore[assignment]
-    bias = sharded_view("bias")  # type: ignore[assignment]
+    weight: Any = sharded_view("weight")
+    bias: Any = sharded_view("bias")
 
     def __init__(
         self,
@@ -228,7 +230,7 @@ class VocabParallelEmbedding(nn.Embedding, _ParallelLayer):
         **options: As in `nn.Embedding`.
     """
 
-    weight = sharded_view("weight")  # type: ignore[assignment]
+    weight: Any = sharded_view("weight")
 
     def __init__(
         self,

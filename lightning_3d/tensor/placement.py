@@ -198,11 +198,19 @@ def view_placement(old: Sequence[int], placement: Placement, new: Sequence[int],
             return placement.cut((inner * size,) * (n // (inner * size)), dim)
         after *= n
     raise NoRule(
-        f"view {tuple(old)} -> {tuple(new)} would split the chunks of dim {placement.dim} over {size} ranks (no dim of "
-        f"the result holds whole chunks of {stride} elements)",
+        f"view {tuple(old)} -> {tuple(new)} would split the chunks of dim {placement.dim} over {size} ranks: "
+        f"{_why_split(old, placement, new, size)}no dim of the result holds whole chunks of {stride} elements",
         hints=_view_hints(old, placement, new, size, tail),
         kind="layout",
     )
+
+
+def _why_split(old: Sequence[int], placement: Placement, new: Sequence[int], size: int) -> str:
+    """The number of heads that cannot be dealt, if the view splits the dim into (heads, size of a head)."""
+    for outer, inner in zip(new, new[1:], strict=False):
+        if outer * inner == old[placement.dim] and outer % size:
+            return f"{outer} is not divisible by {size}, "
+    return ""
 
 
 def _view_hints(

@@ -90,8 +90,8 @@ def plan_tensor_parallel(
     best.runs, best.seconds = runs, time.perf_counter() - begin
     if strict is not None and best.sharded_fraction < strict:
         raise TensorPlanError(
-            f"only {best.sharded_fraction:.1%} of the parameters can be cut over {size} tensor-parallel ranks; at least "
-            f"{strict:.1%} was asked for. What stays whole, and why:\n"
+            f"only {best.sharded_fraction:.1%} of the parameters can be cut over {size} tensor-parallel ranks; at "
+            f"least {strict:.1%} was asked for. What stays whole, and why:\n"
             + "\n".join(f"  {r.pattern} {r.shape}: {r.reason}" for r in best.rows() if r.kind == "replicated")
         )
     return best
@@ -141,8 +141,8 @@ class _Search:
         meta = next((n for n, p in self.facts.names.items() if p.is_meta), None)
         if meta is not None:
             raise TensorPlanError(
-                f"the step has shapes that depend on values ({reason}), so planning needs real parameters, but {meta} is "
-                "on the meta device. Materialise the model, or exclude the module with an override 'replicate'."
+                f"the step has shapes that depend on values ({reason}), so planning needs real parameters, but {meta} "
+                "is on the meta device. Materialise the model, or exclude the module with an override 'replicate'."
             ) from reason
         self.used_values = True
         with _untouched(self.module):

@@ -62,6 +62,11 @@ def first(*names: str) -> Callable[[R], R]:
     return register_rule(*names, any_argument=False)
 
 
+def words(text: str) -> tuple[str, ...]:
+    """The words of a text."""
+    return tuple(text.split())
+
+
 def bind(names: tuple[str, ...], args: Args, kwargs: Kwargs) -> Kwargs:
     """All arguments by name."""
     return {**dict(zip(names, args, strict=False)), **kwargs}

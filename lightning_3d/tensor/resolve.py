@@ -10,41 +10,43 @@ import torch
 import torch.nn.functional as F
 
 from lightning_3d.tensor.placement import NoRule
-from lightning_3d.tensor.registry import ANY_ARGUMENT, OWN_RULES, RULES, Args, Kwargs, Rule
+from lightning_3d.tensor.registry import ANY_ARGUMENT, OWN_RULES, RULES, Args, Kwargs, Rule, words
 
 ELEMENTWISE: frozenset[str] = frozenset(
-    words("""
-    add sub mul div truediv true_divide floordiv floor_divide rsub radd rmul rtruediv rdiv rpow rfloordiv pow
-    neg abs exp exp2 log log1p log2 log10 expm1 sqrt rsqrt sin cos tanh tan sinh cosh asinh atanh atan sigmoid
-    relu relu6 gelu silu mish elu selu celu leaky_relu hardswish hardsigmoid hardtanh softplus logsigmoid
-    softsign tanhshrink square reciprocal erf erfc erfinv clamp clip clamp_min clamp_max where maximum minimum
-    fmax fmin masked_fill addcmul addcdiv lerp eq ne lt le gt ge logical_and logical_or logical_not logical_xor
-    and or xor not invert bitwise_and bitwise_or bitwise_not float half bfloat16 double to type_as clone detach
-    contiguous isnan isinf isfinite nan_to_num sign round floor ceil trunc frac zeros_like ones_like empty_like
-    full_like requires_grad_ remainder fmod positive atan2 threshold hardshrink softshrink alias copy fill zero
-    cpu cuda int long bool logit sinc xlogy hypot conj real imag isclose heaviside copysign logaddexp nan_to_num
-""")
+    words(
+        """
+        add sub mul div truediv true_divide floordiv floor_divide rsub radd rmul rtruediv rdiv rpow rfloordiv pow
+        neg abs exp exp2 log log1p log2 log10 expm1 sqrt rsqrt sin cos tanh tan sinh cosh asinh atanh atan sigmoid
+        relu relu6 gelu silu mish elu selu celu leaky_relu hardswish hardsigmoid hardtanh softplus logsigmoid
+        softsign tanhshrink square reciprocal erf erfc erfinv clamp clip clamp_min clamp_max where maximum minimum
+        fmax fmin masked_fill addcmul addcdiv lerp eq ne lt le gt ge logical_and logical_or logical_not logical_xor
+        and or xor not invert bitwise_and bitwise_or bitwise_not float half bfloat16 double to type_as clone detach
+        contiguous isnan isinf isfinite nan_to_num sign round floor ceil trunc frac zeros_like ones_like empty_like
+        full_like requires_grad_ remainder fmod positive atan2 threshold hardshrink softshrink alias copy fill zero
+        cpu cuda int long bool logit sinc xlogy hypot conj real imag isclose heaviside copysign logaddexp nan_to_num
+        """
+    )
 )
 """Operations that act on each element alone (with broadcasting)."""
 
 _METADATA = frozenset(
-    words("""
-    shape dtype device ndim is_cuda is_cpu is_meta layout is_sparse is_mps is_quantized is_mkldnn is_xpu
-    is_nested itemsize is_mtia is_vulkan is_xla is_ipu is_maia names
-""")
+    words(
+        """
+        shape dtype device ndim is_cuda is_cpu is_meta layout is_sparse is_mps is_quantized is_mkldnn is_xpu
+        is_nested itemsize is_mtia is_vulkan is_xla is_ipu is_maia names
+        """
+    )
 )
 _METADATA_CALLS = frozenset(
-    words("""
-    size dim numel ndimension is_floating_point is_complex __len__ element_size nelement is_same_size get_device
-    __hash__ __format__ is_signed is_neg is_conj is_inference
-""")
+    words(
+        """
+        size dim numel ndimension is_floating_point is_complex __len__ element_size nelement is_same_size get_device
+        __hash__ __format__ is_signed is_neg is_conj is_inference
+        """
+    )
 )
-_VALUE_READS = frozenset(words("""
-    __bool__ __int__ __float__ __long__ __index__ __complex__
-"""))
-_AUTOGRAD = frozenset(words("""
-    requires_grad grad_fn is_leaf output_nr retains_grad _version
-"""))
+_VALUE_READS = frozenset(words("__bool__ __int__ __float__ __long__ __index__ __complex__"))
+_AUTOGRAD = frozenset(words("requires_grad grad_fn is_leaf output_nr retains_grad _version"))
 
 
 def resolve(func: Any) -> Rule:

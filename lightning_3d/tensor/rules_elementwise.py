@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.placement import NoRule, Placement
-from lightning_3d.tensor.registry import Args, Kwargs, first, register_rule
+from lightning_3d.tensor.registry import Args, Kwargs, first, register_rule, words
 from lightning_3d.tensor.sharded import (
     ShardedTensor,
     align,
@@ -21,12 +21,8 @@ from lightning_3d.tensor.sharded import (
 
 # Padding rows are zero. An operation whose slope at zero is not finite would turn their zero gradient into NaN, which a
 # later matmul spreads; then gather instead (gathering drops the padding).
-_UNSAFE_AT_ZERO = frozenset(words("""
-    log log2 log10 sqrt rsqrt reciprocal pow rpow logit xlogy atan2 hypot erfinv
-"""))
-_DIVISIONS = frozenset(words("""
-    div true_divide truediv rtruediv rdiv divide floor_divide fmod remainder addcdiv
-"""))
+_UNSAFE_AT_ZERO = frozenset(words("log log2 log10 sqrt rsqrt reciprocal pow rpow logit xlogy atan2 hypot erfinv"))
+_DIVISIONS = frozenset(words("div true_divide truediv rtruediv rdiv divide floor_divide fmod remainder addcdiv"))
 
 
 def _plain(name: str) -> str:

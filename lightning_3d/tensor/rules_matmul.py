@@ -6,7 +6,7 @@
 | cut along the contraction | cut along the contraction | whole (row layer) | all-reduce of the result | none |
 | cut along the contraction | whole | whole | all-reduce of the result | all-gather of db |
 | cut along the rows | whole | cut along the rows | none | all-reduce of db |
-| cut along a batch dim | cut alike, or whole | cut along the batch dim | none | all-reduce or all-gather for a whole operand |
+| cut along a batch dim | cut alike, or whole | cut along the batch dim | none | for the whole operand |
 """
 
 from __future__ import annotations

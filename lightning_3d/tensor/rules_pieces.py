@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def _pieces(x: ShardedTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardedTe
 @first("split", "split_with_sizes", "unsafe_split")
 def _split(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    n = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
+    n: Any = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
     dim = argument(args, kwargs, 2, "dim", 0) % x.ndim
     total = x.shape[dim]
     sizes = [min(n, total - i) for i in range(0, total, n)] if isinstance(n, int) else list(n)
@@ -76,7 +77,7 @@ def _tensor_split(func: Any, args: Args, kwargs: Kwargs) -> Any:
         sizes = [total // where + (i < total % where) for i in range(where)]
     else:
         borders = [0, *(min(total, w % total if w < 0 else w) for w in where), total]
-        sizes = [b - a for a, b in zip(borders, borders[1:], strict=False)]
+        sizes = [b - a for a, b in pairwise(borders)]
     if min(sizes) <= 0:
         raise NoRule("tensor_split into empty pieces")
     return _pieces(x, dim, sizes)
@@ -164,7 +165,7 @@ def _local_index(x: ShardedTensor, index: Any) -> tuple[tuple[Any, ...], Placeme
     entries = _full_index(x, index)
     cut = x.placement
     advanced = [i for i, e in enumerate(entries) if isinstance(e, (Tensor, list))]
-    if any(b - a != 1 for a, b in zip(advanced, advanced[1:], strict=False)):
+    if any(b - a != 1 for a, b in pairwise(advanced)):
         raise NoRule("index tensors that are not neighbours")
     tensors = [torch.as_tensor(entries[i]) for i in advanced]
     # neighbouring index tensors are replaced by their common (broadcast) dims, a mask by one dim
@@ -209,7 +210,9 @@ def _setitem(func: Any, args: Args, kwargs: Kwargs) -> None:
     local_index, cut, ndim = _local_index(x, index)
     if isinstance(value, Tensor):
         from_right = cut.dim - ndim
-        if is_sharded(value) and (value.placement.dim - value.ndim != from_right or not value.placement.like(cut)):
+        if isinstance(value, ShardedTensor) and (
+            value.placement.dim - value.ndim != from_right or not value.placement.like(cut)
+        ):
             raise NoRule("the assigned tensor is cut differently")
         x.sources = merged_sources([x, value])
         value = localize(value, from_right, cut, x.group)

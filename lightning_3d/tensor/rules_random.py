@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_3d.tensor.group import TensorGroup, is_shape_only
 from lightning_3d.tensor.placement import NoRule
-from lightning_3d.tensor.registry import Args, Kwargs, argument, first
+from lightning_3d.tensor.registry import Args, Kwargs, argument, first, words
 from lightning_3d.tensor.sharded import ShardedTensor, derive
 
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring ranks over the seed space
@@ -88,9 +88,7 @@ def _channel_dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     raise NoRule(f"{func.__name__} couples whole channels")
 
 
-@first(*words("""
-    bernoulli bernoulli_ rand_like randn_like normal_ uniform_ exponential_ log_normal_ cauchy_
-"""))
+@first(*words("bernoulli bernoulli_ rand_like randn_like normal_ uniform_ exponential_ log_normal_ cauchy_"))
 def _draw(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Random values of the shape of `x`, other ones on every rank."""
     x = args[0]

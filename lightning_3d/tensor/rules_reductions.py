@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.placement import NoRule
-from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
+from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule, words
 from lightning_3d.tensor.rules_elementwise import elementwise
 from lightning_3d.tensor.sharded import ShardedTensor, along_sequence, derive, is_sharded
 
@@ -34,10 +34,8 @@ def _dims(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> tuple[list[int], 
 
 
 @first(
-    *words("""
-    sum mean var std amax amin norm logsumexp any all max min argmax argmin prod topk sort argsort median
-"""),
-    *["nansum", "linalg_vector_norm"],
+    *words("sum mean nansum var std amax amin max min argmax argmin any all prod median topk sort argsort"),
+    *words("norm linalg_vector_norm logsumexp"),
 )
 def _reduce(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, name = args[0], func.__name__
@@ -93,7 +91,7 @@ def _layer_norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _normalize(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, dim = args[0], argument(args, kwargs, 2, "dim", 1)
     dims = [dim] if isinstance(dim, int) else dim
-    if x.placement.dim in [d % x.ndim for d in dims] or kwargs.get("out") is not None:
+    if x.placement.dim in [d % x.ndim for d in dims]:
         raise NoRule(f"normalize over the cut dim {x.placement.dim}")
     return derive(func(x.local, *args[1:], **kwargs), x.placement, x)
 

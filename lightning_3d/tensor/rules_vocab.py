@@ -9,20 +9,16 @@ import torch.nn.functional as F
 
 from lightning_3d.tensor.loss import cut_cross_entropy, has_cut_form
 from lightning_3d.tensor.placement import NoRule
-from lightning_3d.tensor.registry import Args, Kwargs, bind, register_rule
+from lightning_3d.tensor.registry import Args, Kwargs, bind, register_rule, words
 from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, partial_to_whole
 
-_CROSS_ENTROPY = words("""
-    input target weight size_average ignore_index reduce reduction label_smoothing
-""")
-_EMBEDDING = words("""
-    input weight padding_idx max_norm norm_type scale_grad_by_freq sparse
-""")
+_CROSS_ENTROPY = words("input target weight size_average ignore_index reduce reduction label_smoothing")
+_EMBEDDING = words("input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
 
 
 @register_rule("cross_entropy")
 def _cross_entropy(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    given = bind(tuple(_CROSS_ENTROPY), args, kwargs)
+    given = bind(_CROSS_ENTROPY, args, kwargs)
     legacy = given.get("size_average") is not None or given.get("reduce") is not None
     if legacy or not has_cut_form(given["input"], given["target"], given.get("weight")):
         raise NoRule("cross_entropy with class weights, probabilities or cut targets has no vocab-parallel form")
@@ -41,7 +37,7 @@ def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
     Collectives: one all-reduce of the output (backward: none).
     """
-    given = bind(tuple(_EMBEDDING), args, kwargs)
+    given = bind(_EMBEDDING, args, kwargs)
     index, weight = given["input"], given["weight"]
     cut = weight.placement if isinstance(weight, ShardedTensor) else None
     special = given.get("max_norm") is not None or given.get("scale_grad_by_freq")

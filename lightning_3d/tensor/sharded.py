@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.placement import NoRule, Placement, valid_rows
-from lightning_3d.tensor.registry import Args, Kwargs, Rule, cached_handlers
+from lightning_3d.tensor.registry import Args, Kwargs, Rule, cached_handlers, words
 from lightning_3d.tensor.resolve import resolve
 
 NO_SOURCES: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         if shape is None:
             shape = torch.Size(placement.global_shape(local.shape))
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local, self.placement, self.group, self.sources = local, placement, group, sources
         self._global_shape = shape
         return self
@@ -78,7 +78,7 @@ class ShardedTensor(torch.Tensor):
         return self.local.device
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self.local.requires_grad
 
     @requires_grad.setter
@@ -91,10 +91,10 @@ class ShardedTensor(torch.Tensor):
     def numel(self) -> int:
         return self._global_shape.numel()
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return self._global_shape if dim is None else self._global_shape[dim]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(global {tuple(self.shape)}, {self.placement}, local {tuple(self.local.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -103,11 +103,13 @@ class ShardedTensor(torch.Tensor):
         return ShardedTensor(copy.deepcopy(self.local, memo), self.placement, self.group, self.sources, self.shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         raise RuntimeError(
-            f"a tensor-parallel activation reached {func} below the sharding rules (inside a C++ extension or a custom "
-            "autograd.Function outside of a training step). Set the layer that made it to 'replicate' in the overrides, "
-            "or register a rule (lightning_3d.tensor.register_rule)."
+            f"a tensor-parallel activation reached {func} below the sharding rules (inside a C++ extension, or a "
+            "custom autograd.Function outside of a training step). Set the layer that made it to 'replicate' in the "
+            "overrides, or register a rule (lightning_3d.tensor.register_rule)."
         )
 
     @classmethod
@@ -121,7 +123,7 @@ def call(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if handler is None:
         handler = cached_handlers[func] = resolve(func)
     try:
-        if "out" in kwargs:
+        if kwargs.get("out") is not None:
             raise NoRule("`out=` writes into storage that is cut, or into a whole tensor from a cut one", fatal=True)
         return handler(func, args, kwargs)
     except NoRule as reason:
@@ -151,8 +153,8 @@ def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
     group.warn_once(
         name,
         sources,
-        f"{name} has no tensor-parallel form here ({reason}): activations of shape {shapes} are gathered, which is right "
-        f"but slow. They come from {made_by}.",
+        f"{name} has no tensor-parallel form here ({reason}): activations of shape {shapes} are gathered, which is "
+        f"right but slow. They come from {made_by}.",
     )
     target = args[0] if args else None
     args, kwargs = tree_map_only(ShardedTensor, whole, (tuple(args), kwargs))
@@ -165,6 +167,7 @@ def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
 
 
 def operation_name(func: Any) -> str:
+    """The name of a torch function; for an attribute, the attribute's."""
     name: str = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
@@ -323,10 +326,10 @@ def unpadded_rows(x: ShardedTensor) -> int:
 
 
 # ---------------------------------------------------------------- hot methods skip the torch-function machinery
-_HOT = words("""
-    view reshape transpose permute contiguous unsqueeze expand to float split chunk unbind __getitem__ __add__
-    __mul__ __sub__ __neg__ __truediv__ softmax masked_fill flatten
-""")
+_HOT = words(
+    "view reshape transpose permute contiguous unsqueeze expand to float split chunk unbind __getitem__ __add__ "
+    "__mul__ __sub__ __neg__ __truediv__ softmax masked_fill flatten"
+)
 
 
 def _hot_method(name: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """WHAT would all ranks compute?  Tensor-parallel ranks as threads of one process, for proofs and tests.
 
-Only one rank runs at a time (a baton goes round at every collective), and each has its own random state, so a simulation
-is deterministic and user code that draws random numbers draws the same ones on every rank.
+Only one rank runs at a time (a baton goes round at every collective), and each has its own random state, so a
+simulation is deterministic and user code that draws random numbers draws the same ones on every rank.
 """
 
 from __future__ import annotations

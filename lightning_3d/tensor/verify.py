@@ -22,7 +22,7 @@ from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.plan import Step
-from lightning_3d.tensor.registry import RULES, Args, Kwargs
+from lightning_3d.tensor.registry import RULES, Args, Kwargs, words
 from lightning_3d.tensor.replica import exact_copy, redraw
 from lightning_3d.tensor.resolve import reentered
 from lightning_3d.tensor.rewrite import rewrite
@@ -36,10 +36,12 @@ _LIFTED = {
     torch.complex64: torch.complex128,
 }
 _DROPOUTS = frozenset(
-    words("""
-    dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout dropout1d dropout2d
-    dropout3d feature_dropout_ feature_alpha_dropout_
-""")
+    words(
+        """
+        dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout dropout1d dropout2d
+        dropout3d feature_dropout_ feature_alpha_dropout_
+        """
+    )
 )
 
 
@@ -87,8 +89,8 @@ class TensorReport:
         text += f"loss off by {self.loss_error:.1e} (relative); " if not self.loss_error <= self.tolerance else ""
         if wrong:
             text += (
-                f"the gradient of {wrong[0]} is off by {self.errors[wrong[0]]:.1e} (tolerance {self.tolerance:.0e}), and "
-                f"{len(wrong) - 1} more of {len(self.errors)} differ"
+                f"the gradient of {wrong[0]} is off by {self.errors[wrong[0]]:.1e} (tolerance {self.tolerance:.0e}), "
+                f"and {len(wrong) - 1} more of {len(self.errors)} differ"
             )
         return text
 
@@ -214,14 +216,14 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise TensorPlanError(
-            f"the step returned {type(output).__name__} without a loss tensor; a tensor, a dict with 'loss' or an object "
-            "with `.loss` is needed to prove the plan."
+            f"the step returned {type(output).__name__} without a loss tensor; a tensor, a dict with 'loss' or an "
+            "object with `.loss` is needed to prove the plan."
         )
     return loss
 
 
 class Exactly(TorchFunctionMode):
-    """Run user code in float64 and without dropout: requests for a lower precision are lifted, dropout passes through."""
+    """Run user code in float64 without dropout: requests for a lower precision are lifted, dropout passes through."""
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}

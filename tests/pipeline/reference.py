@@ -17,7 +17,7 @@ def train(
 ) -> tuple[Tensor, list[tuple[str, float]]]:
     """Accumulate the gradients of the weighted losses; returns (weighted loss, logged values)."""
     logs: list[tuple[str, float]] = []
-    module.log = lambda name, value, *a, **k: logs.append((name, float(value)))
+    module.log = lambda name, value, *a, **k: logs.append((name, float(torch.as_tensor(value).detach())))
     total = torch.zeros((), dtype=torch.float64)
     for microbatch, weight in zip(microbatches, weights, strict=True):
         with Lift():

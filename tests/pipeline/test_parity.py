@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineRunner, is_absent
-from lightning_3d.pipeline.microbatch import split, split_with_shares
+from lightning_3d.pipeline.microbatch import split, split_with_sizes
 from lightning_3d.testing import preload, relative_error, run_distributed
 from tests.pipeline import reference
 from tests.pipeline.zoo import ZOO, Lift, batch_of, build
@@ -45,7 +45,7 @@ def _compare(mesh: Mesh, name: str, *, samples: int, microbatches: int, schedule
             mesh.data.all_reduce(parameter.grad)
     losses = []
     for replica in range(dp):
-        cut, sizes = split_with_shares(_part_of(whole, replica, dp), microbatches)
+        cut, sizes = split_with_sizes(_part_of(whole, replica, dp), microbatches)
         loss, logs = reference.train(plain, cut, [s / sum(sizes) / dp for s in sizes])
         losses.append(loss * dp)
         if replica == mesh.at.dp:
@@ -129,7 +129,7 @@ def _several_steps(pp: int) -> dict[str, Any]:
     for k, (samples, length) in enumerate([(8, 9), (8, 12), (3, 7), (8, 9), (6, 12)]):
         batch = tree_map(lambda x: x, {"tokens": torch.randint(1, 101, (samples, length), generator=_generator(k))})
         runner.train_step(batch, k, scale=0.5)
-        cut, sizes = split_with_shares(batch, 4)
+        cut, sizes = split_with_sizes(batch, 4)
         reference.train(plain, cut, [0.5 * s / samples for s in sizes])
         if k % 2:
             runner.reduce_shared()
@@ -169,7 +169,7 @@ def _evaluation(mesh: Mesh, name: str) -> dict[str, Any]:
     runner.setup("training_step", batch)
     module.eval()
     plain.eval()
-    cut, sizes = split_with_shares(batch, 3)
+    cut, sizes = split_with_sizes(batch, 3)
     out: dict[str, Any] = {"name": name}
     for context in (torch.no_grad, torch.inference_mode):
         with context():

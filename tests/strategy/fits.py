@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.testing import full_gradients, full_parameters, relative_error
@@ -19,25 +17,6 @@ from tests import models
 
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
-
-
-class LiftToDouble(TorchFunctionMode):
-    """Code that asks for float32 inside gets float64, so that its rounding does not hide errors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def up(value: Any) -> Any:
-            single = isinstance(value, torch.dtype) and value in (torch.float32, torch.bfloat16)
-            return torch.float64 if single else value
-
-        if getattr(func, "__name__", "") in ("float", "bfloat16"):
-            return args[0].double()
-        return func(*[up(a) for a in args], **{k: up(v) for k, v in (kwargs or {}).items()})
-
-
-@contextmanager
-def lifted() -> Any:
-    with LiftToDouble():
-        yield
 
 
 @dataclass
@@ -97,8 +76,7 @@ def fit(case: Case, strategy: Any, **trainer_options: Any) -> dict[str, Any]:
 
             val_dataloader = train_dataloader
 
-        with lifted():
-            trainer.fit(module, datamodule=Data())
+        trainer.fit(module, datamodule=Data())
         parameters = full_parameters(strategy) if parallel else dict(module.named_parameters())
         out = {
             "gradients": record.gradients,
