@@ -118,7 +118,8 @@ class Engine:
             overrides=None if isinstance(overrides, str) else overrides,
             sequence=self.settings.sequence_parallel,
         )
-        agree("the tensor-parallel plan", self.tensor_plan.to_dict(), self.mesh.replica)
+        seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
+        agree("the tensor-parallel plan", seen, self.mesh.replica)
         if self.settings.verify:
             self._prove(self.tensor_plan, step)
         rewrite(self.module, self.tensor_plan, self.tensor_group)

@@ -8,11 +8,11 @@ Every rank's traceback is reported; a hard timeout ends them all.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
 import queue
-import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -94,8 +94,9 @@ def run_distributed(
         return _collect(processes, results, timeout)
     finally:
         for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it may end between the look and the signal
+                if process.is_alive():
+                    process.kill()
             process.join()
         results.close()
         del store

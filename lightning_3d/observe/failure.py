@@ -58,14 +58,20 @@ class FailureWatch:
         self._stop.set()
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks. The first report of a run wins."""
+        """Tell the other ranks. The first report of a run wins; a later one is likely its consequence, and says so."""
         self._failed_here = True
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-12:])
         message = f"rank {self._rank} ({self._describe}) failed:\n{text}"
         try:
-            self._store.compare_set(self._key, "", message)
+            first = self._store.compare_set(self._key, "", message).decode()
         except Exception as lost:  # the store died with another rank; its own report is gone, ours is printed anyway
             print(f"lightning_3d: could not tell the other ranks ({lost})", file=sys.stderr, flush=True)
+            return
+        if first != message:
+            note = f"lightning_3d: another rank failed first, this error may be a consequence: {first}"
+            print(note, file=sys.stderr, flush=True)
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(note)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):

@@ -49,7 +49,7 @@ class StageRow:
     sends: tuple[str, ...] = ()
 
 
-def render(*parts: RenderableType, width: int = 100) -> str:
+def render(*parts: RenderableType, width: int = 120) -> str:
     """The text of tables and strings without colour; tables fit `width` columns, strings stay as they are."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
     _print(console, parts)
@@ -80,12 +80,24 @@ def plain_table(
     rows: Iterable[Sequence[str]],
     *,
     right: Sequence[str] = (),
+    wrap: Sequence[str] = (),
     total: bool = False,
 ) -> Table:
-    """A table of strings; columns named in `right` are right-aligned, `total` sets the last row apart."""
+    """A table of strings.
+
+    Args:
+        title: Above the table.
+        columns: Their names.
+        rows: One string per column.
+        right: Columns that are aligned right.
+        wrap: Columns that give way where the width does not suffice.
+        total: Set the last row apart.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        table.add_column(
+            column, justify="right" if column in right else "left", no_wrap=column not in wrap, overflow="fold"
+        )
     lines = [list(row) for row in rows]
     for i, row in enumerate(lines):
         table.add_row(*row, end_section=total and i == len(lines) - 2)
@@ -115,17 +127,19 @@ def axis_table(layout: Layout) -> Table:
             shares, talk = _AXIS_SAYS[axis]
             first = [rank_of(layout, Coordinate(**{**dict.fromkeys(AXES, 0), axis: i})) for i in range(size)]
             rows.append([axis, str(size), shares, talk, ", ".join(map(str, sorted(first)))])
-    return plain_table("axes", ["axis", "size", "its ranks", "traffic", "first group"], rows, right=["size"])
+    return plain_table(
+        "axes", ["axis", "size", "its ranks", "traffic", "first group"], rows, right=["size"], wrap=["traffic"]
+    )
 
 
-def tensor_table(rows: Iterable[TensorRow]) -> Table:
+def tensor_table(rows: Iterable[TensorRow], title: str = "tensor plan") -> Table:
     """How the parameters are cut over tp; equal parameters of numbered blocks share a line."""
     keyed = [(row.parameter, (row.kind, _shape(row.shape), _shape(row.local_shape), row.reason)) for row in rows]
     cells = [[name, *rest] for name, rest in group_blocks(keyed)]
-    return plain_table("tensor plan", ["parameter", "cut", "whole", "per rank", "why"], cells)
+    return plain_table(title, ["parameter", "cut", "whole", "per rank", "why"], cells, wrap=["why"])
 
 
-def stage_table(rows: Iterable[StageRow]) -> Table:
+def stage_table(rows: Iterable[StageRow], title: str = "pipeline stages") -> Table:
     """Which modules run on which stage, and what crosses its borders."""
     cells = [
         [
@@ -139,7 +153,7 @@ def stage_table(rows: Iterable[StageRow]) -> Table:
         for r in rows
     ]
     columns = ["stage", "modules", "parameters", "bytes", "receives", "sends"]
-    return plain_table("pipeline stages", columns, cells, right=["parameters", "bytes"])
+    return plain_table(title, columns, cells, right=["parameters", "bytes"], wrap=["modules", "receives", "sends"])
 
 
 def group_blocks(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:

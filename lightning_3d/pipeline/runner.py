@@ -232,7 +232,7 @@ class PipelineRunner:
         weights = [size / sum(sizes) for size in sizes] if weights is None else list(weights)
         assert len(weights) == len(microbatches), f"{len(weights)} weights for {len(microbatches)} microbatches"
         lists = [self._schedule(self.stages, len(microbatches), s) for s in range(self.stages)]
-        walk = self._walk(TRAINING, microbatches, (batch_idx,), self.step_number, [w * scale for w in weights])
+        walk = self._walk(TRAINING, microbatches, (batch_idx,), self.step_number, weights, scale)
         walk.run(lists, before_last_backward)
         self.step_number += 1
         self.live_peak = walk.live_peak
@@ -267,7 +267,15 @@ class PipelineRunner:
             for s in range(self.stages)
         ]
 
-    def _walk(self, step_name: str, microbatches: list[Any], args: Any, number: int, factors: Any) -> Walk:
+    def _walk(
+        self,
+        step_name: str,
+        microbatches: list[Any],
+        args: tuple[Any, ...],
+        number: int,
+        weights: Sequence[float | Tensor] | None,
+        scale: float | Tensor = 1.0,
+    ) -> Walk:
         assert self._held is not None, "setup() first"
         partitions = [self._partition(step_name, microbatch, args) for microbatch in microbatches]
 
@@ -281,7 +289,8 @@ class PipelineRunner:
             partitions,
             [step(microbatch) for microbatch in microbatches],
             [Seeds(self.seed, number, i, self.mesh.at.dp) for i in range(len(microbatches))],
-            factors,
+            weights,
+            scale,
             step_name,
             self.mesh.ledger,
             self.recorder,

@@ -30,7 +30,8 @@ class Walk:
         partitions: Per microbatch, how it is cut.
         steps: Per microbatch, a call of the user's step.
         seeds: Per microbatch.
-        factors: Per microbatch, what its loss is multiplied with before the backward; None: no backward.
+        weights: Per microbatch, what its loss is multiplied with before the backward; None: no backward.
+        scale: What every loss is multiplied with as well.
         step_name: For messages.
         ledger: Told which phase runs.
         recorder: Told when every action, and every wait, began and ended (`time.monotonic()`).
@@ -48,13 +49,15 @@ class Walk:
         partitions: Sequence[Partition],
         steps: Sequence[Callable[[], Any]],
         seeds: Sequence[Seeds],
-        factors: Sequence[float | Tensor] | None,
+        weights: Sequence[float | Tensor] | None,
+        scale: float | Tensor,
         step_name: str,
         ledger: Ledger,
         recorder: Recorder | None = None,
     ) -> None:
         self.program, self.channels, self.stage = program, channels, stage
-        self.partitions, self.steps, self.seeds, self.factors = partitions, steps, seeds, factors
+        self.partitions, self.steps, self.seeds = partitions, steps, seeds
+        self.weights, self.scale = weights, scale
         self.step_name, self.ledger, self.recorder = step_name, ledger, recorder
         count = len(partitions)
         self.outputs: list[Any] = [None] * count
@@ -150,7 +153,7 @@ class Walk:
     def _forward(self, action: Action) -> None:
         _, i, w = action
         partition = self.partitions[i]
-        training = self.factors is not None
+        training = self.weights is not None
         received = {}
         for vid, tensor in self._receive(action):
             received[vid] = tensor.requires_grad_(training and partition.trace.meta[vid].requires_grad)
@@ -162,7 +165,7 @@ class Walk:
             if training:
                 loss = loss_of(out, self.step_name)
                 self.losses[i] = None if loss is None else loss.detach()
-                live.loss = None if loss is None else loss * self._factor(i)
+                live.loss = None if loss is None else loss * self._weight(i) * self.scale
                 self.outputs[i] = _without_graph(out)
         self._send(action, run.captured)
         if training:
@@ -172,9 +175,9 @@ class Walk:
             run.release()
         self._record(action, start)
 
-    def _factor(self, microbatch: int) -> float | Tensor:
-        assert self.factors is not None
-        return self.factors[microbatch]
+    def _weight(self, microbatch: int) -> float | Tensor:
+        assert self.weights is not None
+        return self.weights[microbatch]
 
     def _backward(self, action: Action, hook: Callable[[], None] | None) -> None:
         _, i, w = action

@@ -7,6 +7,7 @@ from lightning_3d.tensor import (  # noqa: F401  (registers the rules)
     rules_pieces,
     rules_random,
     rules_reductions,
+    rules_softmax,
     rules_views,
     rules_vocab,
 )

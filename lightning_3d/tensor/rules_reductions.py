@@ -1,22 +1,25 @@
-"""Reductions, softmax and normalisations: free over whole dims; over the cut dim only sums, by an all-reduce."""
+"""Reductions and normalisations: free over whole dims; over the cut dim sums and extrema, by an all-reduce."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_3d.comm import Reduction
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule, words
 from lightning_3d.tensor.rules_elementwise import elementwise
+from lightning_3d.tensor.rules_softmax import reduced_logsumexp
 from lightning_3d.tensor.sharded import ShardedTensor, along_sequence, derive, is_sharded
 
 _KEEPS_DIM = ("topk", "sort", "argsort")
 _DIM_AT = {"norm": 2, "topk": 2, "linalg_vector_norm": 2}  # position of `dim` where it is not 1
 
 
-@first("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp")
+@first("softmin", "cumsum", "cumprod", "logcumsumexp")
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, dim = args[0], argument(args, kwargs, 1, "dim")
     if dim is None or dim % x.ndim == x.placement.dim:
@@ -44,7 +47,7 @@ def _reduce(func: Any, args: Args, kwargs: Kwargs) -> Any:
     dims, given = _dims(name, x, args, kwargs)
     cut = x.placement
     if cut.dim in dims:
-        return _sum_over_cut_dim(func, args, kwargs, given)
+        return _over_cut_dim(func, args, kwargs, dims, given)
     out = func(x.local, *args[1:], **kwargs)
     shape_of = out[0] if isinstance(out, tuple) else out
     kept = shape_of.ndim == x.ndim
@@ -55,20 +58,43 @@ def _reduce(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return derive(out, result, x)
 
 
-def _sum_over_cut_dim(func: Any, args: Args, kwargs: Kwargs, given: bool) -> Any:
-    """Partial sums of the shards, added up.
+def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given: bool) -> Any:
+    """Partial results of the shards, combined by an all-reduce of the result's size.
 
-    Collectives: one all-reduce of the result (backward: none). In a strict plan only for whole sums (a loss) and along
-    the sequence: over features it means a norm between two layers of a pair.
+    In a strict plan only for whole reductions (a loss, a guard like `isnan(x).any()`) and along the sequence: over
+    features it means a norm between two layers of a pair.
     """
     x: ShardedTensor = args[0]
     name, group = func.__name__, x.group
-    refused = group.strict and given and not along_sequence(x)
-    if name not in ("sum", "mean", "nansum") or x.placement.padding or refused:
+    if x.placement.padding and name != "logsumexp" or (group.strict and given and not along_sequence(x)):
         raise NoRule(f"{name} over the cut dim {x.placement.dim}")
+    if name == "logsumexp" and dims == [x.placement.dim]:
+        return reduced_logsumexp(x, argument(args, kwargs, 2, "keepdim", False))
+    part = func(x.local, *args[1:], **kwargs)
+    if name in ("sum", "mean", "nansum"):
+        group.conversions += 1
+        total = collectives.reduce_out(part, group, fresh=True)
+        return total / group.size if name == "mean" else total
+    if name in ("any", "all"):
+        group.conversions += 1
+        return group.all_reduce(part.to(torch.uint8), "max" if name == "any" else "min").to(part.dtype)
+    if name in ("amax", "amin", "max", "min") and isinstance(part, Tensor):
+        return _extremum(x, part, dims, "max" if "max" in name else "min")
+    raise NoRule(f"{name} over the cut dim {x.placement.dim}")
+
+
+def _extremum(x: ShardedTensor, part: Tensor, dims: list[int], op: Reduction) -> Tensor:
+    """The largest (smallest) element; its gradient is dealt evenly to all elements that have that value."""
+    group = x.group
     group.conversions += 1
-    total = collectives.reduce_out(func(x.local, *args[1:], **kwargs), group, fresh=True)
-    return total / group.size if name == "mean" else total
+    top = group.all_reduce(part.detach().clone(), op)
+    if not (part.requires_grad and torch.is_grad_enabled()):
+        return top
+    spread = top.view([1 if d in dims else n for d, n in enumerate(x.local.shape)])
+    equal = x.local == spread
+    count = group.all_reduce(equal.sum(dims))
+    total = collectives.reduce_out(torch.where(equal, x.local, torch.zeros_like(x.local)).sum(dims), group, fresh=True)
+    return (total / count).view(top.shape)
 
 
 @register_rule("layer_norm", "rms_norm")

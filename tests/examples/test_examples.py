@@ -18,7 +18,7 @@ TIMEOUT = 150.0
 def run(*arguments: str, timeout: float = TIMEOUT) -> str:
     """Start `python arguments` in the repository root; returns what it printed. No process of it outlives the test."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    environment.update(OMP_NUM_THREADS="1", COLUMNS="200")
+    environment.update(OMP_NUM_THREADS="1", COLUMNS="200", PYTHONPATH=str(ROOT))
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,

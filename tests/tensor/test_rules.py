@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,38 @@ POINTWISE: list[Callable[..., Tensor]] = [
     lambda x, y: assigned(y, (0,), x[0] * 2),  # a whole tensor takes a cut one: gathers
     lambda x, y: y.clone().add_(x),
 ]
+
+
+REDUCTIONS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.softmax(1),
+    lambda x: F.log_softmax(x, dim=1),
+    lambda x: torch.softmax(x.float(), 1, torch.float64),
+    lambda x: x.logsumexp(1),
+    lambda x: torch.logsumexp(x, 1, keepdim=True),
+    lambda x: F.nll_loss(x.log_softmax(1), torch.tensor([[0, 4, 1, 2, 4, 3]] * 2), ignore_index=3),
+    lambda x: F.nll_loss(x.log_softmax(1), torch.tensor([[0, 4, 1, 2, 4, 3]] * 2), reduction="none"),
+    lambda x: x.softmax(1) + x.abs().max(),
+    lambda x: x.sum(1),
+    lambda x: x.mean((0, 1), keepdim=True),
+    lambda x: x.amax(1),
+    lambda x: x.amin((0, 1), keepdim=True),
+    lambda x: x.round().max(),
+    lambda x: x * (x > 2).any().double(),
+    lambda x: x * (x > -9).all(1).double()[:, None],
+]
+
+
+@pytest.mark.parametrize("case", range(len(REDUCTIONS)))
+@pytest.mark.parametrize("padded", [False, True])
+def test_reductions_along_the_cut_dim(case: int, padded: bool) -> None:
+    length = 5 if padded else 8
+    x = torch.randn(2, length, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compare(REDUCTIONS[case], [x], [Placement(1, (length,), -length % 4)], 4)
+    gathered = {str(w.message).split()[0] for w in caught}
+    if case < 7:
+        assert gathered <= {"sum"}, "the softmax family never gathers (the test's own sum of padded rows does)"
 
 
 @pytest.mark.filterwarnings("ignore:.*no tensor-parallel form")

@@ -1,0 +1,211 @@
+"""Bad input: a ValueError with the names, the numbers and the way out, on every rank, before any training step."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_3d import Layout, ThreeDStrategy
+from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.testing import DistributedError, preload, run_distributed
+from tests import models
+
+preload("tests.models")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tensor_paralel_size": 2}, ["tensor_paralel_size", "Did you mean 'tensor_parallel_size'"]),
+        ({"num_microbatches": 4}, ["num_microbatches=4", "pipeline_parallel_size=1"]),
+        ({"pipeline_schedule": "gpipe"}, ["pipeline_schedule='gpipe'", "pipeline_parallel_size=1"]),
+        ({"pipeline_split": ["a"]}, ["pipeline_split", "pipeline_parallel_size=1"]),
+        ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor_parallel_size=1"]),
+        ({"tensor_parallel_plan": {"a": "row"}}, ["tensor_parallel_plan", "tensor_parallel_size=1"]),
+        ({"zero_stage": 3}, ["zero_stage=3", "not supported in this version", "zero_stage=1"]),
+        ({"zero_stage": 4}, ["zero_stage is 4", "0, 1, 2 or 3"]),
+        ({"pipeline_parallel_size": 2, "pipeline_schedule": "zero_bubble"}, ["zero_bubble", "1f1b"]),
+        ({"pipeline_parallel_size": 2, "pipeline_schedule": "1fb1"}, ["1fb1", "Did you mean '1f1b'"]),
+        ({"pipeline_parallel_size": 2, "num_microbatches": 0}, ["num_microbatches is 0", "at least 1"]),
+        ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}, ["virtual_pipeline_size=2"]),
+        ({"context_parallel_size": 2}, ["context_parallel_size=2", "tensor_parallel_size"]),
+        ({"expert_parallel_size": 2}, ["expert_parallel_size=2"]),
+        ({"tensor_parallel_size": 0}, ["tensor_parallel_size is 0", "at least 1"]),
+        ({"tensor_parallel_size": 2.0}, ["tensor_parallel_size is 2.0"]),
+        ({"loss_weighting": "tokens"}, ["loss_weighting='tokens'", "microbatch_mean"]),
+    ],
+)
+def test_constructor(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        ThreeDStrategy(**arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "words"),
+    [
+        ({"tensor_parallel_size": 3}, 4, ["4 processes", "replicas of 3", "tensor_parallel_size"]),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, 4, ["4 processes", "replicas of 8"]),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4}, 4, ["needs 8 processes", "data_parallel_size='auto'"]),
+    ],
+)
+def test_world_size(arguments: dict[str, Any], devices: int, words: list[str]) -> None:
+    with pytest.raises(LayoutError) as error:
+        pl.Trainer(accelerator="cpu", devices=devices, strategy=ThreeDStrategy(**arguments), logger=False)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_tensor_parallel_across_machines() -> None:
+    strategy = ThreeDStrategy(tensor_parallel_size=4)
+    with pytest.raises(LayoutError, match="allow_cross_node_tensor_parallel"):
+        pl.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, logger=False)
+
+
+def test_layout_text() -> None:
+    assert Layout.parse("tp2-pp2-dp2-zero1-1f1b") == Layout(tp=2, pp=2, dp=2)
+    assert str(Layout.parse("pp4-gpipe")) == "tp1-pp4-dp1-zero1-gpipe"
+    for text in ("tp2-x3", "tp2-tp4", "tpp", ""):
+        with pytest.raises(LayoutError):
+            Layout.parse(text)
+
+
+class Manual(models.LitMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OneLayer(models.Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 5)
+
+    def loss(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.layer(batch["x"]), batch["y"])
+
+
+class SecondOrder(models.LitMLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class RankBranch(models.LitGPT):
+    """Reads divided logits on one rank only: a collective the others do not take part in."""
+
+    samples = staticmethod(models.tokens)
+
+    def forward(self, tokens: Any) -> Any:
+        logits = super().forward(tokens)
+        if self.global_rank == 0:
+            logits.argmax(-1)
+        return logits
+
+
+class OwnSamples(models.LitMLP):
+    """Every rank makes its own data, as a dataset that looks at the global rank does."""
+
+    def train_dataloader(self) -> Any:
+        data = models.vectors(16)
+        data.columns["x"] = data.columns["x"] + self.global_rank
+        return torch.utils.data.DataLoader(data, batch_size=8)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "manual": (Manual, {"pipeline_parallel_size": 2}, ["Manual", "manual optimization", "pipeline_parallel_size=1"]),
+    "pieces": (OneLayer, {"pipeline_parallel_size": 2}, ["layer", "2"]),
+    "microbatches": (
+        models.LitMLP,
+        {"pipeline_parallel_size": 2, "num_microbatches": 9},
+        ["num_microbatches=9", "8 samples"],
+    ),
+    "lbfgs": (SecondOrder, {"pipeline_parallel_size": 2}, ["LBFGS", "pipeline_parallel_size=1"]),
+    "rank": (RankBranch, {"tensor_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
+    "rank_pp": (RankBranch, {"pipeline_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
+    "samples": (OwnSamples, {"tensor_parallel_size": 2}, ["different batches", "distributed_sampler_kwargs"]),
+    "plan": (
+        models.LitMLP,
+        {"tensor_parallel_size": 2, "tensor_parallel_plan": {"nett.2": "column"}},
+        ["nett.2", "net.2"],
+    ),
+    "split": (
+        models.LitMLP,
+        {"pipeline_parallel_size": 2, "pipeline_split": ["net.99"]},
+        ["net.99", "net."],
+    ),
+}
+
+
+def refuse(name: str) -> tuple[str, float]:
+    make, arguments, _ = REFUSED[name]
+    warnings.simplefilter("ignore")
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), logger=False, precision="64-true",
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=ThreeDStrategy(**arguments),
+    )  # fmt: skip
+    begin = time.monotonic()
+    module = make()
+    own = hasattr(type(module), "train_dataloader") and "train_dataloader" in vars(type(module))
+    try:
+        samples = getattr(module, "samples", models.vectors)(16)
+        trainer.fit(module, None if own else torch.utils.data.DataLoader(samples, batch_size=8))
+    except ValueError as error:
+        assert trainer.global_step == 0
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+def refuse_all(names: list[str]) -> list[tuple[str, float]]:
+    return [refuse(name) for name in names]
+
+
+def test_every_rank_refuses_at_set_up() -> None:
+    names = list(REFUSED)
+    for rank in run_distributed(refuse_all, 2, names, init_process_group=False, timeout=120):
+        for name, (message, seconds) in zip(names, rank, strict=True):
+            assert message, f"{name} was not refused"
+            for word in REFUSED[name][2]:
+                assert word in message, (name, message)
+            assert seconds < 20
+
+
+class Failing(models.LitMLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 1:
+            raise RuntimeError("the disk is full")
+        return loss
+
+
+def fail(arguments: dict[str, Any], linger: bool) -> None:
+    warnings.simplefilter("ignore")
+    trainer = pl.Trainer(
+        max_steps=4, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), logger=False, precision="64-true",
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=ThreeDStrategy(**arguments),
+    )  # fmt: skip
+    try:
+        trainer.fit(Failing(), torch.utils.data.DataLoader(models.vectors(64), batch_size=8))
+    except RuntimeError:
+        if linger and trainer.global_rank == 1:
+            time.sleep(4.5)  # its sockets stay open, so nothing but the report tells the others
+        raise
+
+
+@pytest.mark.parametrize(("arguments", "linger"), [({}, False), ({"tensor_parallel_size": 2}, True)])
+def test_one_rank_that_fails_ends_all(arguments: dict[str, Any], linger: bool) -> None:
+    begin = time.monotonic()
+    with pytest.raises(DistributedError, match="the disk is full") as error:
+        run_distributed(fail, 2, arguments, linger, init_process_group=False, timeout=60)
+    assert time.monotonic() - begin < 30
+    # rank 0 waits in a collective that never completes: it is ended by its own watch, not by the harness
+    assert ("exit code 1 and no result" if linger else "another rank failed first") in str(error.value)

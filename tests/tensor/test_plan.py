@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor import Decision, Placement, TensorPlan, plan_tensor_parallel, verify_tensor_plan
+from tests.tensor.models import MLP, Block, Gated, GatedFused, NanoGPT, mean_square, next_token, values
+
+# ---------------------------------------------------------------- overrides
+
+
+def test_a_pattern_that_matches_nothing_lists_near_names() -> None:
+    with pytest.raises(TensorPlanError, match=r"'transfromer\.h\.0\.mlp' matches no parameter.*transformer\.h\.0\.mlp"):
+        plan_tensor_parallel(NanoGPT(), next_token, 2, overrides={"transfromer.h.0.mlp": "replicate"})
+    with pytest.raises(TensorPlanError, match=r"blcoks\.\*\.fc1"):
+        plan_tensor_parallel(NanoGPT(), next_token, 2, overrides={"blcoks.*.fc1": "column"})
+
+
+def test_an_unknown_kind_names_the_known_ones() -> None:
+    with pytest.raises(TensorPlanError, match=r"'columnwise' is not one of column, row, vocab, replicate.*'column'"):
+        plan_tensor_parallel(MLP(), mean_square, 2, overrides={"a": "columnwise"})
+
+
+def test_replicate_and_its_scope() -> None:
+    model = NanoGPT()
+    plan = plan_tensor_parallel(model, next_token, 2, overrides={"transformer.h.1.mlp": "replicate"})
+    assert plan.decisions["transformer.h.0.mlp.c_fc.weight"].kind == "column"  # only the block that was named
+    assert plan.decisions["transformer.h.1.mlp.c_fc.weight"] == Decision(
+        "replicated", None, "demanded by 'transformer.h.1.mlp'"
+    )
+    assert plan.decisions["transformer.h.1.attn.c_attn.weight"].kind == "column"
+    assert verify_tensor_plan(model, plan, next_token).ok
+
+
+def test_the_last_pattern_wins() -> None:
+    plan = plan_tensor_parallel(MLP(), mean_square, 2, overrides={"*": "replicate", "a": "column", "b": "row"})
+    assert [plan.decisions[f"{n}.weight"].kind for n in "abcd"] == ["column", "row", "replicated", "replicated"]
+
+
+def test_a_demanded_column_that_the_code_refutes() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.norm(self.a(x)))
+
+    def step(m: Any) -> Tensor:
+        return m(values(2, 3, 8)).sum()
+
+    with pytest.raises(
+        TensorPlanError,
+        match=r"'a': 'column' cannot be done for a.weight of shape \(16, 8\) over 2 ranks: "
+        r"layer_norm of \(2, 3, 16\): layer_norm normalises over the cut dim 2",
+    ):
+        plan_tensor_parallel(Norm(), step, 2, overrides={"a": "column"})
+    assert plan_tensor_parallel(Norm(), step, 2).decisions["a.weight"].kind == "replicated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"0": "column"}, r"its 7 outputs are not divisible by 2 ranks"),
+        ({"2": "row"}, r"its 7 inputs are not divisible by 2 ranks"),
+        ({"0.bias": "column"}, r"'column' matches only vectors"),
+    ],
+)
+def test_demands_that_the_sizes_refuse(overrides: dict[str, str], message: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8))
+    with pytest.raises(TensorPlanError, match=message):
+        plan_tensor_parallel(model, lambda m: m(values(3, 8)).sum(), 2, overrides=overrides)
+
+
+def test_a_demand_for_what_is_no_matrix_of_a_product() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.lin = nn.Parameter(torch.rand(4, 8)), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(x + self.table[0])
+
+    with pytest.raises(TensorPlanError, match=r"table \(4, 8\) is not used as the weight of a matrix product"):
+        plan_tensor_parallel(Table(), lambda m: m(values(3, 8)).sum(), 2, overrides={"table": "column"})
+
+
+def test_a_demanded_embedding_kind() -> None:
+    with pytest.raises(TensorPlanError, match=r"can be 'vocab' or 'replicate', not 'column'"):
+        plan_tensor_parallel(NanoGPT(tie=False), next_token, 2, overrides={"transformer.wte": "column"})
+    plan = plan_tensor_parallel(NanoGPT(), next_token, 2, overrides={"*wpe": "vocab"})
+    assert plan.decisions["transformer.wpe.weight"].kind == "vocab"
+
+
+def test_a_demand_wins_over_what_the_planner_would_assume_before_it() -> None:
+    """`b` must be column, so `a` (which would feed it as a column layer) cannot."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def step(m: Any) -> Tensor:
+        return m(values(3, 8).to(m[0].bias.dtype)).pow(2).sum()
+
+    assert plan_tensor_parallel(model, step, 2).decisions["2.weight"].kind == "row"
+    plan = plan_tensor_parallel(model, step, 2, overrides={"2": "column"})
+    assert [plan.decisions[f"{i}.weight"].kind for i in (0, 2, 4)] == ["replicated", "column", "row"]
+    assert verify_tensor_plan(model, plan, step).ok
+
+
+def test_a_demanded_row_on_a_whole_input() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+
+    def step(m: Any) -> Tensor:
+        return m(values(3, 8).to(m[1].bias.dtype)).pow(2).sum()
+
+    plan = plan_tensor_parallel(model, step, 2, overrides={"1": "row"})
+    assert plan.decisions["1.weight"].placement == Placement(1, (8,))
+    assert verify_tensor_plan(model, plan, step).ok
+
+
+def test_too_little_cut_is_an_error_if_asked_for() -> None:
+    model = NanoGPT(heads=3, d=48)
+    with pytest.raises(TensorPlanError, match=r"at least 90.0% was asked for(.|\n)*c_attn(.|\n)*3 is not divisible by 2"):
+        plan_tensor_parallel(model, next_token, 2, strict=0.9)
+
+
+# ---------------------------------------------------------------- what the planner sees
+
+
+def test_fused_projections_get_their_segments() -> None:
+    plan = plan_tensor_parallel(NanoGPT(kv_heads=2), next_token, 2)
+    assert plan.decisions["transformer.h.0.attn.c_attn.weight"].placement == Placement(0, (32, 16, 16))
+    assert plan.decisions["transformer.h.0.attn.c_attn.bias"].placement == Placement(0, (32, 16, 16))
+    fused = plan_tensor_parallel(GatedFused(), mean_square, 2)
+    assert fused.decisions["gate_up.weight"].placement == Placement(0, (128, 128))
+    assert fused.decisions["down.weight"].placement == Placement(1, (128,))
+
+
+def test_ties_are_one_decision_and_counted_once() -> None:
+    plan = plan_tensor_parallel(NanoGPT(), next_token, 2)
+    wte, head = plan.decisions["transformer.wte.weight"], plan.decisions["lm_head.weight"]
+    assert wte == head
+    assert wte.placement == Placement(0, (101,), 1)
+    assert plan.aliases == {"lm_head.weight": "transformer.wte.weight"}
+    assert sum(row.elements for row in plan.rows()) == sum(p.numel() for p in NanoGPT().parameters())
+
+
+def test_rows_collapse_equal_blocks() -> None:
+    rows = {row.pattern: row for row in plan_tensor_parallel(NanoGPT(layers=3), next_token, 2).rows()}
+    fc = rows["transformer.h.*.mlp.c_fc.weight"]
+    assert (fc.count, fc.kind, fc.segments, fc.shape) == (3, "column", (128,), (128, 32))
+    assert "feeds transformer.h.*.mlp.c_proj.weight" in fc.reason
+    assert "transformer.h.*" in str(plan_tensor_parallel(NanoGPT(), next_token, 2))
+
+
+def test_plain_data_round_trip() -> None:
+    plan = plan_tensor_parallel(NanoGPT(kv_heads=2), next_token, 2)
+    back = TensorPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert back.decisions == plan.decisions
+    assert back.rows() == plan.rows()
+    assert back.sharded_fraction == plan.sharded_fraction
+
+
+def test_the_plan_does_not_depend_on_where_the_parameters_are() -> None:
+    model = NanoGPT(kv_heads=2)
+    with torch.device("meta"):
+        on_meta = NanoGPT(kv_heads=2)
+    # buffers hold values the code looks at
+    for block, real in zip(on_meta.transformer.h, model.transformer.h, strict=True):
+        block.attn.bias = real.attn.bias
+    want = plan_tensor_parallel(model, next_token, 2)
+    assert plan_tensor_parallel(on_meta, next_token, 2).decisions == want.decisions
+    assert next(on_meta.parameters()).is_meta
+
+
+class Stateful(nn.Module):
+    """Code that looks at values, counts its calls, has running statistics and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls, self.cache = 0, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.cache["last"] = x
+        self.seen += 1
+        mask = torch.ones(x.shape[0], dtype=torch.bool)
+        if not mask.all():  # depends on the batch only: really evaluated
+            raise ValueError("a hole in the mask")
+        y = self.a(F.dropout(x, 0.1))
+        assert not torch.isnan(y).any()  # depends on parameters: answered
+        if y.abs().max() < 0:
+            raise ValueError("cannot be")
+        return self.norm(self.b(y))
+
+
+def test_the_module_is_as_it_was() -> None:
+    model = Stateful()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    parameters = {n: p for n, p in model.named_parameters()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    plan = plan_tensor_parallel(model, lambda m: m(values(3, 8)).sum(), 2)
+    assert plan.decisions["a.weight"].kind == "column"
+    assert (model.calls, model.cache) == (0, {})
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert {n: p for n, p in model.named_parameters()} == parameters
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(hasattr(p, "placement") for p in model.parameters())
+
+
+class Experts(nn.Module):
+    """Shapes that depend on values: tokens are dealt to experts in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.up, self.down = (nn.ModuleList(nn.Linear(*s) for _ in range(3)) for s in ((8, 16), (16, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for i in range(3):
+            (rows,) = torch.where(choice == i)
+            out[rows] += self.down[i](F.gelu(self.up[i](x[rows])))
+        return out
+
+
+def expert_step(m: Any) -> Tensor:
+    return m(values(12, 8).to(m.router.bias.dtype)).pow(2).sum()
+
+
+def test_shapes_that_depend_on_values_need_real_parameters() -> None:
+    model = Experts()
+    plan = plan_tensor_parallel(model, expert_step, 2)
+    assert plan.used_values
+    assert plan.sharded_fraction > 0.9
+    assert verify_tensor_plan(model, plan, expert_step).worst < 1e-9
+    with torch.device("meta"):
+        on_meta = Experts()
+    with pytest.raises(TensorPlanError, match=r"depend on values.*router.weight is on the meta device"):
+        plan_tensor_parallel(on_meta, expert_step, 2)
+
+
+def test_the_users_own_error_comes_through() -> None:
+    def step(m: Any) -> Tensor:
+        raise KeyError("my bug")
+
+    with pytest.raises(KeyError, match="my bug"):
+        plan_tensor_parallel(MLP(), step, 2)
+
+
+class Lit(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(32, 4, None, True, 0.1), nn.Linear(32, 5)
+
+    def training_step(self, batch: Tensor, index: int) -> dict[str, Tensor]:
+        loss = self.head(self.block(batch)).pow(2).mean()
+        self.log("loss", loss)
+        self.log_dict({"a": loss})
+        return {"loss": loss}
+
+
+def test_a_lightning_module_without_a_trainer() -> None:
+    model, batch = Lit(), values(2, 5, 32)
+
+    def step(m: Any) -> Any:
+        return m.training_step(batch, 0)
+
+    plan = plan_tensor_parallel(model, step, 2)
+    assert plan.decisions["block.attn.c_attn.weight"].kind == "column"
+    assert "log" not in model.__dict__
+
+
+def test_a_gated_block_shares_its_input() -> None:
+    plan = plan_tensor_parallel(Gated(), mean_square, 4)
+    assert [plan.decisions[f"{n}.weight"].kind for n in ("gate", "up", "down")] == ["column", "column", "row"]
