@@ -25,6 +25,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe import TraceRecorder
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
+from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.probe import agree, intercept_functions
 from lightning_3d.steps import call_step, logging_silenced
 from lightning_3d.tensor import (
@@ -77,6 +78,8 @@ class Engine:
         self.partition: Partition | None = None
         self.zero: Zero | None = None
         self.recorder: TraceRecorder | None = None
+        # rank zero's random state is everywhere by now, so this is equal on all ranks
+        self.seed = torch.initial_seed() & 0x7FFF_FFFF
         if settings.record_timeline:
             self.recorder = TraceRecorder(
                 mesh.rank, mesh.at.pp, dp=mesh.at.dp, tp=mesh.at.tp, layout=str(self.layout)
@@ -100,6 +103,7 @@ class Engine:
                 num_microbatches=microbatches,
                 tensor_group=self.tensor_group if self.layout.tp > 1 else None,
                 split=self.settings.pipeline_split,
+                seed=self.seed,
                 forward_context=self.settings.forward_context,
                 recorder=self._record if self.recorder is not None else None,
             )
@@ -199,16 +203,28 @@ class Engine:
         with intercept_functions(function_guard, 1):
             yield
 
-    def direct_step(self, step_name: str, args: Sequence[Any]) -> Any:
-        """One step of the user's own code on this rank (no pipeline); sharded results are made whole."""
+    def direct_step(self, step_name: str, args: Sequence[Any], number: int = 0) -> Any:
+        """One step of the user's own code on this rank (no pipeline); sharded results are made whole.
+
+        Args:
+            step_name: The method.
+            args: What Lightning passes to it.
+            number: Index of the batch; with several replicas it seeds what the step draws (masks of dropout), so
+                that replicas draw differently, tensor-parallel peers alike, and the default generator stays in step.
+        """
         with ExitStack() as stack:
+            if self.layout.dp > 1 and self.module.training:
+                stack.enter_context(forked(self.mesh.device))
+                seed_torch(mix(self.seed, number, self.mesh.at.dp), self.mesh.device)
             stack.enter_context(self.sharding_rules())
             stack.enter_context(self.settings.forward_context())
             stack.enter_context(self.mesh.ledger.during("forward"))
             out = call_step(self.module, step_name, *args)
             return out if self.layout.tp == 1 else tree_map(_whole, out)
 
-    def pipeline_train(self, batch: Any, batch_idx: int, scale: float, last: bool, keep_gradients: bool) -> StepResult:
+    def pipeline_train(
+        self, batch: Any, batch_idx: int, scale: float, last: bool, keep_gradients: bool, number: int
+    ) -> StepResult:
         """One schedule over the microbatches of a batch; gradients wait in ZeRO's buckets.
 
         Args:
@@ -217,8 +233,10 @@ class Engine:
             scale: Factor on the loss (one over the accumulation count).
             last: The optimizer steps after this batch: reduce over the replicas, during the last backward.
             keep_gradients: Somebody looks at the old gradients before they are zeroed.
+            number: Index of the batch in the whole run; seeds what the step draws.
         """
         assert self.runner is not None and self.zero is not None
+        self.runner.step_number = number
         self.zero.begin()
         self.zero.set_aside(keep=keep_gradients)
         with self.sharding_rules():

@@ -223,10 +223,11 @@ class Lifecycle(_Base):
         assert engine is not None and engine.zero is not None
         args = (*args, *kwargs.values())
         self._check_first_batches("training_step", args[0])
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
         if engine.runner is None:
             engine.zero.begin()
-            return engine.direct_step("training_step", args)
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+            return engine.direct_step("training_step", args, number)
         if trainer.fit_loop._skip_backward:
             return self._shared(self._evaluate("training_step", args), training=True)[0]
         scale = 1.0 / trainer.accumulate_grad_batches
@@ -234,7 +235,8 @@ class Lifecycle(_Base):
         last = not self._accumulating
         assert self._relay is not None
         with self._relay.step():
-            result = engine.pipeline_train(args[0], batch_idx, scale, last, self._watches_zero_grad(trainer))
+            watched = self._watches_zero_grad(trainer)
+            result = engine.pipeline_train(args[0], batch_idx, scale, last, watched, number)
         loss, outputs = self._shared(result, training=True)
         assert loss is not None
         loss = surrogate_loss(loss, engine.zero, scale, last)

@@ -7,8 +7,14 @@ refuses a module or strategy of the other.
 from __future__ import annotations
 
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 
+from lightning_3d.launch import WholeWeights
 from lightning_3d.strategy import ThreeDStrategyBase
+
+
+class WholeWeightsLauncher(WholeWeights, _MultiProcessingLauncher):
+    """The launcher of `pytorch_lightning`."""
 
 
 class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):
@@ -18,6 +24,7 @@ class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):
     """
 
     package = "pytorch_lightning"
+    launcher_class = WholeWeightsLauncher
 
 
 ThreeDStrategy.register_strategies(StrategyRegistry)

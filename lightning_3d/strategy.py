@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_3d.comm import Ledger, ProcessCommunicator
 from lightning_3d.engine import Engine, Settings, memory_report
 from lightning_3d.errors import ConfigurationError, LayoutError, near, not_yet
+from lightning_3d.launch import WholeWeightsLauncher
 from lightning_3d.layout import Layout
 from lightning_3d.lifecycle import Lifecycle
 from lightning_3d.mesh import Mesh
@@ -50,6 +51,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
 
     package = ""
     """The Lightning package the class belongs to."""
+    launcher_class: Any = WholeWeightsLauncher
+    """Starts the processes of a machine with `start_method="fork"` or `"spawn"`."""
 
     def __init__(
         self,
@@ -243,7 +246,22 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         """Norm of the whole mesh's gradient; collective over all ranks."""
         return self.engine.gradient_norm(_unwrapped(optimizer or self.optimizers[0]))
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The module's `state_dict` as one device would have it, on the CPU of global rank zero (empty elsewhere).
+
+        Collective over all ranks; one tensor at a time is assembled on every rank.
+        """
+        from lightning_3d.checkpoint import whole_checkpoint
+
+        whole: dict[str, Any] = whole_checkpoint({"state_dict": self.lightning_module_state_dict()}, self.mesh.world)
+        return whole["state_dict"]
+
     # -- mesh and processes
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = self.launcher_class(self, start_method=self._start_method)
+
     def set_world_ranks(self) -> None:
         """Called while the Trainer is made: the earliest place where the number of processes is known."""
         super().set_world_ranks()

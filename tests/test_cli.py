@@ -99,3 +99,18 @@ def test_python_m_is_the_command() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("demo", "verify", "explain", "plan", "checkpoint", "timeline"):
         assert command in done.stdout
+
+
+def test_checkpoint_commands_call_the_checkpoint_room(monkeypatch, capsys) -> None:
+    calls = []
+    monkeypatch.setattr("lightning_3d.checkpoint.inspect_checkpoint", lambda path: f"contents of {path}")
+    monkeypatch.setattr("lightning_3d.checkpoint.export_checkpoint", lambda path, out: calls.append((path, out)))
+    assert cli.main(["checkpoint", "inspect", "run/last"]) == 0
+    assert capsys.readouterr().out == "contents of run/last\n"
+    assert cli.main(["checkpoint", "export", "run/last", "model.ckpt"]) == 0
+    assert calls == [(Path("run/last"), Path("model.ckpt"))]
+
+
+def test_inspecting_what_is_no_checkpoint_is_an_answer_not_a_traceback(tmp_path, capsys) -> None:
+    assert cli.main(["checkpoint", "inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("lightning-3d checkpoint: ")

@@ -64,7 +64,7 @@ class Channels:
             expected: Source stage -> its messages to this stage, in the order it sends them.
             metas: What the tensors of a message look like.
         """
-        assert not self._sent and not self._arrived, "the last step did not end"
+        assert not [*self._sent, *self._arrived], "the last step did not end"
         self._expected = {source: deque(messages) for source, messages in expected.items()}
         self._metas = metas
 
@@ -120,7 +120,8 @@ class Channels:
         for message in list(self._sent):
             self._finish(message)
         self._gradients.clear()
-        assert not self._arrived and not self._local and not any(self._expected.values()), "messages nobody took"
+        left = [*self._arrived, *self._local, *(m for messages in self._expected.values() for m in messages)]
+        assert not left, f"messages nobody took: {left}"
 
     def abandon(self) -> None:
         """Forget everything after an error; the process group cannot be used for messages any more."""

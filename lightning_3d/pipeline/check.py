@@ -1,4 +1,4 @@
-"""IS a schedule complete, in order, and free of deadlock?  And how many microbatches are live at once?  (no torch here)"""
+"""IS a schedule complete and free of deadlock?  How many microbatches are live at once?  (no torch here)"""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def check(lists: Sequence[Sequence[Action]], windows: int, microbatches: int, *,
                 live[rank] += {"F": 1, "B": -1}[action.kind]
                 peak[rank] = max(peak[rank], live[rank])
         if len(order) == before:
-            waiting = [
-                f"rank {r} waits at {a[position[r]]}" for r, a in enumerate(lists) if position[r] < len(a)
-            ]
+            waiting = [f"rank {r} waits at {a[position[r]]}" for r, a in enumerate(lists) if position[r] < len(a)]
             raise ConfigurationError(f"the schedule deadlocks: {'; '.join(waiting)}.")
     return Report(tuple(peak), tuple(order))
 
@@ -82,4 +80,6 @@ def _check_complete(lists: Sequence[Sequence[Action]], windows: int, microbatche
     for rank, actions in enumerate(lists):
         for action in actions:
             if owner.setdefault(action.stage, rank) != rank:
-                raise ConfigurationError(f"the schedule runs window {action.stage} on ranks {owner[action.stage]} and {rank}.")
+                raise ConfigurationError(
+                    f"the schedule runs window {action.stage} on ranks {owner[action.stage]} and {rank}."
+                )

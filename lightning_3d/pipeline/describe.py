@@ -50,8 +50,8 @@ def describe(
     results, event.spec = tree_flatten(combined)
     describer = _Describer(run, event, n, inputs, arguments, copies or {}, invented, fresh)
     event.leaves = [describer.leaf(j, x) for j, x in enumerate(results)]
-    plain_result = event.kind != "atom" and not event.mutations and len(event.leaves) == 1
-    if plain_result and event.leaves[0].kind == "value" and isinstance(combined[0], Tensor):
+    nothing_else = not event.mutations and not any(combined[1:])
+    if nothing_else and [leaf.kind for leaf in event.leaves] == ["value"] and isinstance(combined[0], Tensor):
         event.single = event.leaves[0].payload
     run._made.clear()
     out = run.emit(event, leaves, arguments)
@@ -129,7 +129,9 @@ class _Describer:
             return Leaf("input", self.object_inputs[id(x)])
         if id(x) in self.copies:
             original = self.copies[id(x)]
-            return Leaf("holder", self.holder_numbers[id(original)]) if is_opaque(original) else Leaf("constant", original)
+            return (
+                Leaf("holder", self.holder_numbers[id(original)]) if is_opaque(original) else Leaf("constant", original)
+            )
         if hasattr(x, "__dict__") and any(has_tensor(v) for v in vars(x).values()):
             raise PipelineError(
                 f"{self.event.name} returns a {type(x).__name__} that holds tensors. Return a tuple, a dict or a "

@@ -262,7 +262,7 @@ def _log(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) ->
     glue = current()
     assert glue is not None
     if args:
-        kwargs.update(zip(_log_parameters(type(module)), args, strict=False))
+        kwargs.update(zip(_log_parameters(_class_of(module)), args, strict=False))
     glue.on_log(name, value, kwargs)
 
 
@@ -274,7 +274,11 @@ def _log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
         _log(glue.module, name, value, *args, **kwargs)
 
 
+def _class_of(module: Any) -> Any:
+    return type(module)
+
+
 @functools.cache
-def _log_parameters(cls: type) -> tuple[str, ...]:
+def _log_parameters(cls: Any) -> tuple[str, ...]:
     """Names of the parameters of `LightningModule.log` after (self, name, value)."""
-    return tuple(inspect.signature(cls.log).parameters)[3:]  # type: ignore[attr-defined]
+    return tuple(inspect.signature(cls.log).parameters)[3:]

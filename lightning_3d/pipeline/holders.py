@@ -47,10 +47,7 @@ def holders(value: Any, depth: int = 5, seen: set[int] | None = None) -> list[An
 def copy_holder(value: Any) -> Any:
     """Deep copy of the Python structure; tensors, modules and callables by reference."""
     memo = {
-        id(x): x
-        for h in holders(value)
-        for _, x in slots(h) or ()
-        if isinstance(x, (Tensor, nn.Module)) or callable(x)
+        id(x): x for h in holders(value) for _, x in slots(h) or () if isinstance(x, (Tensor, nn.Module)) or callable(x)
     }
     return copy.deepcopy(value, memo)
 

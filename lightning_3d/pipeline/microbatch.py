@@ -1,7 +1,7 @@
 """HOW is a batch cut into microbatches, and how are their outputs put together?
 
-Any tree of dicts, lists, tuples, dataclasses and registered pytree nodes. Tensors and numpy arrays whose first dim is the
-batch are sliced; so are sequences with one entry per sample (strings, images of different sizes, target dicts).
+Any tree of dicts, lists, tuples, dataclasses and registered pytree nodes. Tensors and numpy arrays whose first dim is
+the batch are sliced; so are sequences with one entry per sample (strings, images of different sizes, target dicts).
 Everything else (None, numbers, strings, tensors without the batch dim) goes to every microbatch.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,9 +28,9 @@ _SCALARS = (int, float, complex, str, bytes, bool, type(None))
 def batch_size(batch: Any) -> int:
     """Number of samples in a batch.
 
-    The first dim of the tensors (the most common one, if they differ); where tensors sit in sequences with one entry per
-    sample, the length of those. A list of tensors that share their first dim is a list of batches (views of the same
-    samples), not of samples.
+    The first dim of the tensors (the most common one, if they differ); where tensors sit in sequences with one entry
+    per sample, the length of those. A list of tensors that share their first dim is a list of batches (views of the
+    same samples), not of samples.
 
     Raises:
         PipelineError: The batch holds nothing that can be cut.
@@ -58,7 +59,7 @@ def split_with_sizes(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     size = batch_size(batch)
     count = min(count, size)
     edges = [size * i // count for i in range(count + 1)]
-    pairs = list(zip(edges, edges[1:], strict=False))
+    pairs = list(itertools.pairwise(edges))
     if _is_tuple_of_tensors(batch):
         parts: list[Any] = [tuple(_cut(x, size, a, b) for x in batch) for a, b in pairs]
     else:
@@ -275,6 +276,6 @@ def _check_leaf(value: Any) -> None:
         return
     if any(isinstance(x, Tensor) for x in vars(value).values()):
         raise PipelineError(
-            f"the batch holds a {type(value).__name__} with tensors inside, which cannot be cut into microbatches. Make "
-            "it a dict, a tuple or a dataclass, or register it with torch.utils._pytree.register_pytree_node."
+            f"the batch holds a {type(value).__name__} with tensors inside, which cannot be cut into microbatches. "
+            "Make it a dict, a tuple or a dataclass, or register it with torch.utils._pytree.register_pytree_node."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from lightning_3d.pipeline.events import Event, Trace, Vid
 class Window(NamedTuple):
     """Events `start <= n < stop` of a step, run by one stage."""
 
-    index: int
+    number: int
     start: int
     stop: int
     stage: int
@@ -73,7 +74,7 @@ def make_partition(trace: Trace, windows: list[Window], stages: int | None = Non
         PipelineError: A boundary lies where none may, or a buffer is written and read in different stages.
     """
     stages = stages or max(w.stage for w in windows) + 1
-    window_of = [w.index for w in windows for _ in range(w.start, w.stop)]
+    window_of = [w.number for w in windows for _ in range(w.start, w.stop)]
     for window in windows[1:]:
         reason = trace.forbidden(window.start)
         if reason is not None:
@@ -93,8 +94,8 @@ def make_partition(trace: Trace, windows: list[Window], stages: int | None = Non
     receives = []
     for window in windows:
         owners: dict[int, list[Vid]] = {}
-        for vid in sorted(need[window.index]):
-            if window_of[vid[0]] < window.index:
+        for vid in sorted(need[window.number]):
+            if window_of[vid[0]] < window.number:
                 owners.setdefault(window_of[vid[0]], []).append(vid)
         receives.append(dict(sorted(owners.items())))
     return Partition(trace, windows, held, receives, _buffer_windows(trace, window_of, windows))
@@ -125,7 +126,7 @@ def automatic_starts(trace: Trace, stages: int) -> list[int]:
         raise _too_few_pieces(trace, stages, len(legal) + 1)
     points = [0, *legal, len(calls)]
     before = [0.0]
-    for first, last in zip(points, points[1:], strict=False):
+    for first, last in itertools.pairwise(points):
         # what glue code does between two atoms belongs to the piece before it
         begin = calls[first][0] if first else 0
         stop = calls[last][0] if last < len(calls) else len(trace.events)

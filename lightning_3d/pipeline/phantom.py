@@ -18,11 +18,30 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline.events import TensorMeta, Vid
 
 _VALUE_GETTERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-_PASSIVE_METHODS = (
-    "size dim stride numel nelement ndimension is_floating_point is_complex is_contiguous get_device element_size "
-    "storage_offset __len__ is_signed __hash__ register_hook retain_grad is_conj is_neg __dir__ "
-    "register_post_accumulate_grad_hook is_inference"
-).split()
+_PASSIVE_METHODS = [
+    "size",
+    "dim",
+    "stride",
+    "numel",
+    "nelement",
+    "ndimension",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "get_device",
+    "element_size",
+    "storage_offset",
+    "__len__",
+    "is_signed",
+    "__hash__",
+    "register_hook",
+    "retain_grad",
+    "is_conj",
+    "is_neg",
+    "__dir__",
+    "register_post_accumulate_grad_hook",
+    "is_inference",
+]
 _PASSIVE: set[Any] = {getattr(Tensor, name) for name in _PASSIVE_METHODS} | {
     torch.is_floating_point,
     torch.is_complex,
@@ -87,7 +106,7 @@ class Phantom(Tensor):
 
     @staticmethod
     def make(run: Resolver, vid: Vid, meta: TensorMeta) -> Phantom:
-        phantom: Phantom = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        phantom: Phantom = Tensor._make_wrapper_subclass(
             Phantom,
             meta.size,
             strides=meta.stride,
@@ -99,7 +118,9 @@ class Phantom(Tensor):
         return phantom
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise PipelineError(f"{func} reached a value of another pipeline stage below the torch-function level.")
 
     @classmethod
@@ -113,7 +134,7 @@ class Phantom(Tensor):
         args, kwargs = tree_unflatten([x.run.value(x) if isinstance(x, Phantom) else x for x in leaves], spec)
         return func(*args, **kwargs)
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Phantom(value {self.vid}, {tuple(self.size())})"
 
 
@@ -146,18 +167,20 @@ class AbsentParameter(nn.Parameter):
         absent = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, AbsentParameter))
         held = f"stage {absent.stages[0]}" if len(absent.stages) == 1 else f"stages {list(absent.stages)}"
         raise PipelineError(
-            f"{function_name(func)} on parameter {absent.parameter_name!r}, which only {held} of the pipeline holds. Only the step "
-            "methods run in all stages; code in hooks and callbacks must skip parameters with `.is_absent`, or run "
-            "where they are held."
+            f"{function_name(func)} on parameter {absent.parameter_name!r}, which only {held} of the pipeline holds. "
+            "Only the step methods run in all stages; code in hooks and callbacks must skip parameters with "
+            "`.is_absent`, or run where they are held."
         )
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
-        return f"AbsentParameter({self.parameter_name!r}, {tuple(self.shape)}, {self.dtype}, stages {list(self.stages)})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"AbsentParameter({self.parameter_name!r}, {tuple(self.shape)}, {self.dtype}, stages {list(self.stages)})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
         if id(self) not in memo:
             memo[id(self)] = _rebuild(*self._state())
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, self._state()
@@ -168,7 +191,8 @@ class AbsentParameter(nn.Parameter):
 
 _BOOKKEEPING: set[Any] = {torch._has_compatible_shallow_copy_type, Tensor.data_ptr, Tensor.untyped_storage}
 _CONVERSIONS: set[Any] = {
-    getattr(Tensor, name) for name in "to cpu cuda float double half bfloat16 type type_as contiguous clone".split()
+    getattr(Tensor, name)
+    for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
 }
 
 

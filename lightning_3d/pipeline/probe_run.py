@@ -245,7 +245,9 @@ class _AtomExecution:
         on_zeros: It could not run on FakeTensors, and ran on zeros.
     """
 
-    def __init__(self, owner: TraceRun, module: nn.Module, run: Callable[..., Any], fakes: list[Any], spec: Any) -> None:
+    def __init__(
+        self, owner: TraceRun, module: nn.Module, run: Callable[..., Any], fakes: list[Any], spec: Any
+    ) -> None:
         self.owner, self.module, self._run, self._fakes, self._spec = owner, module, run, fakes, spec
         self.on_zeros = False
         self.flops, self.random = 0, False

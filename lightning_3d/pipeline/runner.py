@@ -1,7 +1,7 @@
 """WHO drives a batch through the pipeline?  Set-up, and one call per batch.
 
-Set-up traces the user's step, cuts it, lets all ranks agree, and frees the parameters of other stages. After that a batch
-is split into microbatches, every microbatch gets its (cached) partition, and the schedule's list is walked.
+Set-up traces the user's step, cuts it, lets all ranks agree, and frees the parameters of other stages. After that a
+batch is split into microbatches, every microbatch gets its (cached) partition, and the schedule's list is walked.
 """
 
 from __future__ import annotations
@@ -113,9 +113,7 @@ class PipelineRunner:
         assert self._held is None, "set up already"
         first = self._first_microbatch(batch)
         plan = make_plan(self.module, self.stages, self.split, lambda atoms: self._trace(step_name, first, atoms))
-        self._program = Program(
-            self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context
-        )
+        self._program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
         # batches differ between replicas; the placement of parameters must not
         held = self.mesh.data.broadcast_object(plan.held, 0)
         self._held = Held(held.stages, held.holders, held.call_names, held.start_calls)
@@ -261,7 +259,9 @@ class PipelineRunner:
         owners = [[w.stage for w in partition.windows] for partition in partitions]
         if all(chain == owners[0] for chain in owners):
             return [forward_only(owners[0], len(partitions), s) for s in range(self.stages)]
-        chains = list(enumerate(owners))  # microbatches of different sizes may take different walks: one after the other
+        chains = list(
+            enumerate(owners)
+        )  # microbatches of different sizes may take different walks: one after the other
         return [
             [Action("F", i, w) for i, chain in chains for w, owner in enumerate(chain) if owner == s]
             for s in range(self.stages)
@@ -329,6 +329,6 @@ class PipelineRunner:
         size = self.batch_size(batch)
         if size < self.num_microbatches:
             raise PipelineError(
-                f"num_microbatches is {self.num_microbatches}, but the first batch has only {size} samples per replica. "
-                f"Use num_microbatches of at most {size}, or a larger batch size."
+                f"num_microbatches is {self.num_microbatches}, but the first batch has only {size} samples per "
+                f"replica. Use num_microbatches of at most {size}, or a larger batch size."
             )

@@ -39,7 +39,7 @@ def gpipe(stages: int, microbatches: int, rank: int) -> list[Action]:
 
 
 def one_forward_one_backward(stages: int, microbatches: int, rank: int) -> list[Action]:
-    """1F1B (Narayanan et al., 2019): a stage holds at most `stages - rank` live microbatches, however many there are."""
+    """1F1B (Narayanan et al., 2019): at most `stages - rank` live microbatches, however many there are."""
     warmup = min(stages - rank - 1, microbatches)
     actions = [Action("F", i, rank) for i in range(warmup)]
     for i in range(microbatches - warmup):

@@ -118,13 +118,13 @@ def _microbatch(
     lives: list[Live] = []
     for window in partition.windows:
         received = {}
-        for vid in (v for vids in partition.receives[window.index].values() for v in vids):
+        for vid in (v for vids in partition.receives[window.number].values() for v in vids):
             meta = partition.trace.meta[vid]
             received[vid] = values[vid].detach().clone().requires_grad_(meta.requires_grad)
         with _only(program.module, held[window.stage]), buffers.of(window.stage):
-            run, out = forward(program, partition, window.index, received, step, seeds)
+            run, out = forward(program, partition, window.number, received, step, seeds)
         values.update(run.captured)
-        lives.append(Live(partition, window.index, run))
+        lives.append(Live(partition, window.number, run))
     loss = loss_of(out, partition.trace.step)
     lives[-1].loss = None if loss is None else loss * weight
     gradients: dict[Vid, Tensor] = {}
@@ -161,7 +161,7 @@ class _StageBuffers:
 @contextmanager
 def _only(module: nn.Module, names: set[str]) -> Iterator[None]:
     """Make all other parameters absent for a while."""
-    saved = []
+    saved: list[tuple[Any, Tensor, type, dict[str, Any], Tensor | None]] = []
     for name, parameter in module.named_parameters():
         if name not in names:
             saved.append((parameter, parameter.data, parameter.__class__, dict(parameter.__dict__), parameter.grad))

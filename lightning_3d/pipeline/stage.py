@@ -37,7 +37,7 @@ class _Entry(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -97,8 +97,8 @@ class StageRun(Glue):
             return None
         if not self.last and self.window.stop < len(self.trace.events):
             raise DivergedError(
-                f"{self.trace.step} ended before pipeline window {self.window.index + 1} (stage "
-                f"{self.partition.windows[self.window.index + 1].stage}) began: it took another path than the one the "
+                f"{self.trace.step} ended before pipeline window {self.window.number + 1} (stage "
+                f"{self.partition.windows[self.window.number + 1].stage}) began: it took another path than the one the "
                 "stages were planned for."
             )
         if not self.last:
@@ -197,6 +197,8 @@ class StageRun(Glue):
             raise Unwind
         n, event = self._next("atom:" + name)
         if event is not None and n < self.window.start:
+            if event.single is not None:
+                return self.phantom(event.single)
             with self.paused():
                 return self.emit(event, tree_flatten((args, kwargs))[0], (args, kwargs))
         args = tuple(self._resolved_argument(x) for x in args)
@@ -232,7 +234,9 @@ class StageRun(Glue):
             found = isinstance(tensor, Tensor) and _looks_like(tensor, meta)
             if not found:
                 made = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-                gradient = f", requires_grad={sharding.local(tensor).requires_grad}" if isinstance(tensor, Tensor) else ""
+                gradient = (
+                    f", requires_grad={sharding.local(tensor).requires_grad}" if isinstance(tensor, Tensor) else ""
+                )
                 raise DivergedError(
                     f"{event.name} (event {n}) made {made}{gradient}; the stages were planned for "
                     f"{(meta.size, meta.dtype)}, requires_grad={meta.requires_grad}. Its result depends on values of "

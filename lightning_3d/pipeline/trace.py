@@ -35,9 +35,10 @@ def trace(
 ) -> Trace:
     """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
 
-    A step that changes attributes of its modules runs twice: when the second run takes another path, glue code caches something on its first call (a mask,
-    a lazily installed hook); that warm state is kept, because later steps will find it too. Everything else of the
-    module's state (attributes, hooks, buffers of glue code, metric states, random generators) is put back.
+    A step that changes attributes of its modules runs twice: when the second run takes another path, glue code caches
+    something on its first call (a mask, a lazily installed hook); that warm state is kept, because later steps will
+    find it too. Everything else of the module's state (attributes, hooks, buffers of glue code, metric states, random
+    generators) is put back.
 
     Args:
         module: The root module.

@@ -121,7 +121,9 @@ class Walk:
             messages = [Message("F", i, owner, w) for owner in partition.receives[w]]
         else:
             sends = partition.sends(w)
-            messages = [Message("G", i, target, w) for target in sorted(sends) if differentiable(partition, sends[target])]
+            messages = [
+                Message("G", i, target, w) for target in sorted(sends) if differentiable(partition, sends[target])
+            ]
         return [(message, partition.windows[message.source].stage) for message in messages]
 
     def _vids(self, message: Message) -> list[Vid]:

@@ -8,18 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 
 Handler = Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]
 """handler(next, function_class, args, kwargs) -> result; `next(*args, **kwargs)` goes on inwards."""
 
-_original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
+# `Function.apply` is Python code that ends in `super().apply`. Patching there also reaches an `apply` that was looked
+# up before (`swiglu = SwiGLU.apply` at import is usual), and saves our own Functions that code.
+_base: Any = torch._C._FunctionBase.__dict__["apply"]
 _handlers: list[tuple[int, Handler]] = []
 _lock = threading.Lock()
 
 
 def original_apply(function: type, *args: Any, **kwargs: Any) -> Any:
     """`function.apply(...)` past all handlers."""
-    return _original(function, *args, **kwargs)
+    return _base.__get__(None, function)(*args, **kwargs)
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +30,7 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 
     def call(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index == len(handlers):
-            return _original(cls, *args, **kwargs)
+            return original_apply(cls, *args, **kwargs)
         return handlers[index][1](lambda *a, **k: call(index + 1, a, k), cls, args, kwargs)
 
     return call(0, args, kwargs)
@@ -48,11 +51,11 @@ def intercept_functions(handler: Handler, level: int) -> Iterator[None]:
     with _lock:
         _handlers.append(entry)
         _handlers.sort(key=lambda h: h[0])
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+        _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         with _lock:
             _handlers.remove(entry)
             if not _handlers:
-                torch.autograd.Function.apply = classmethod(_original)  # type: ignore[assignment,method-assign]
+                del _SingleLevelFunction.apply  # type: ignore[attr-defined]

@@ -36,6 +36,8 @@ class ModuleState:
         """
         for module, before, containers in self._saved:
             now = module.__dict__
+            for key in before.keys() - now.keys():
+                now[key] = before[key]
             for key in list(now):
                 if key in before and now[key] is before[key]:
                     if key in containers:
@@ -46,8 +48,6 @@ class ModuleState:
                     now[key] = before[key]
                 else:
                     del now[key]
-            for key in before.keys() - now.keys():
-                now[key] = before[key]
 
     @staticmethod
     def _restore_container(value: Any, before: Any, only: Callable[[Any], bool] | None) -> None:

@@ -137,7 +137,7 @@ class Follow(TorchFunctionMode):
             self._decide_bias(name, args, kwargs)
         args, kwargs = tree_map_only(nn.Parameter, self._shown, (tuple(args), kwargs))
         out = _grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
-        if isinstance(out, Tensor) and not is_sharded(out):
+        if isinstance(out, Tensor) and (not is_sharded(out) or along_sequence(out)):
             self._trace_pair(name, args, kwargs, out)
         return out
 

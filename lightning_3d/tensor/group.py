@@ -37,7 +37,7 @@ class TensorGroup:
         on_gather: See `OnGather`.
         gathers: Number of times an op without a rule made this rank gather.
         conversions: Number of collectives that a hand-written tensor-parallel model would not have.
-        delivered: Planning only: sources of activations that were gathered on purpose (`whole`).
+        on_whole: Planning only: told (sharded, gathered) of every gather.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class TensorGroup:
         self.dry, self.sequence_dim, self.exact_dropout = dry, sequence_dim, exact_dropout
         self.strict = False
         self.on_gather: OnGather | None = None
+        self.on_whole: Callable[[ShardedTensor, Tensor], None] | None = None
         self.gathers = 0
         self.conversions = 0
-        self.delivered: set[str] = set()
         self._warned: set[tuple[str, frozenset[str]]] = set()
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -207,7 +208,7 @@ def view_placement(old: Sequence[int], placement: Placement, new: Sequence[int],
 
 def _why_split(old: Sequence[int], placement: Placement, new: Sequence[int], size: int) -> str:
     """The number of heads that cannot be dealt, if the view splits the dim into (heads, size of a head)."""
-    for outer, inner in zip(new, new[1:], strict=False):
+    for outer, inner in pairwise(new):
         if outer * inner == old[placement.dim] and outer % size:
             return f"{outer} is not divisible by {size}, "
     return ""

@@ -26,6 +26,7 @@ from lightning_3d.tensor.follow import Again, Beliefs, Follow, Refuted
 from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import dry_group
 from lightning_3d.tensor.placement import NoRule
+from lightning_3d.tensor.replica import silence_logging
 from lightning_3d.tensor.sharded import ShardedTensor, along_sequence, is_sharded
 
 Step = Callable[[Any], Any]
@@ -115,12 +116,13 @@ class _Search:
         self.smallest_vocabulary = smallest_vocabulary
         self.group = dry_group(size, sequence_dim=-2 if sequence else None)
         self.group.strict = strict
-        self.group.on_gather = self._on_gather
+        self.group.on_gather, self.group.on_whole = self._on_gather, self._on_whole
         self.beliefs = Beliefs()
         self.tried: dict[str, list[tuple[int, ...]]] = {}
         self.history: dict[str, list[str]] = {}
         self.not_heads: set[str] = set()
         self.heads: set[str] = set()
+        self.delivered: set[str] = set()  # sources of activations that were gathered
         self.follow: Follow
         self.runs = 0
         self.used_values = False
@@ -155,7 +157,7 @@ class _Search:
             assert self.runs <= _MOST_RUNS, "the tensor planner does not come to an end"
             self.heads.clear()
             self.group.conversions = 0
-            self.group.delivered.clear()
+            self.delivered.clear()
             try:
                 retry(lambda answers: self._once(names, answers), (*_NEEDS_VALUES, TensorPlanError))
                 self._check_ends()
@@ -201,6 +203,11 @@ class _Search:
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
         raise Refuted(self._culprit(blamed), f"{name} of {shapes}: {why}", why.hints, why.kind)
 
+    def _on_whole(self, cut: ShardedTensor, gathered: Tensor) -> None:
+        self.delivered |= cut.sources
+        if cut in self.follow.pairs:
+            self.follow.pairs[gathered] = self.follow.pairs[cut]
+
     def _culprit(self, blamed: frozenset[str]) -> frozenset[str]:
         """Of several assumptions that met: the earliest one the user did not demand; the later get another chance."""
         free = blamed - self.facts.demands.keys() or blamed
@@ -212,7 +219,7 @@ class _Search:
         if self.follow.decisions[key].kind == "vocab":
             return True
         last = self.follow.last == key and key not in self.not_heads
-        return last and self._like_head(key) and why.kind != "layout"
+        return last and self._like_head(key) and why.kind != "layout" and why.partner is None
 
     def _like_head(self, key: str) -> bool:
         decision, shape = self.follow.decisions[key], self.facts.shapes[key]
@@ -228,7 +235,7 @@ class _Search:
         wrong = {k for k in ends if follow.last != k or not self._like_head(k)}
         self.not_heads |= wrong
         columns = {k for k, d in follow.decisions.items() if d.kind == "column" and k in follow.order}
-        delivered = {k for k in self.group.delivered if k in self.facts.demands}
+        delivered = {k for k in self.delivered if k in self.facts.demands}
         lonely = {
             k
             for k in columns - follow.used.keys() - self.heads - delivered
@@ -319,13 +326,11 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     """Module state, buffers and random state as before; a LightningModule's `log` does nothing meanwhile."""
     state = ModuleState(module)
     buffers: list[tuple[Tensor, int, Tensor]] = [
-        (b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_meta
+        (b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_meta and not b.is_inference()
     ]
     devices = {b.device for b in (*module.buffers(), *module.parameters()) if b.device.type == "cuda"}
     with torch.random.fork_rng(devices=[d.index for d in devices]):
-        for child in module.modules():
-            if hasattr(child, "_trainer"):
-                child.__dict__.update(log=_ignore, log_dict=_ignore)
+        silence_logging(module)
         try:
             yield
         finally:
@@ -334,7 +339,3 @@ def _untouched(module: nn.Module) -> Iterator[None]:
                 for buffer, version, value in buffers:
                     if buffer._version != version:
                         buffer.copy_(value)
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    return None

@@ -36,7 +36,19 @@ def exact_copy(module: nn.Module) -> nn.Module:
     for child in module.modules():
         _fill(shells[id(child)], child, memo)
     root: nn.Module = shells[id(module)]
+    silence_logging(root)
     return root
+
+
+def silence_logging(module: nn.Module) -> None:
+    """Let `self.log` of a LightningModule do nothing, so that an experiment needs no trainer and leaves no trace."""
+    for child in module.modules():
+        if hasattr(child, "_trainer"):
+            child.__dict__.update(log=_ignore, log_dict=_ignore)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given:
     """
     x: ShardedTensor = args[0]
     name, group = func.__name__, x.group
-    if x.placement.padding and name != "logsumexp" or (group.strict and given and not along_sequence(x)):
+    refused = group.strict and given and not along_sequence(x)
+    if refused or (x.placement.padding and name != "logsumexp"):
         raise NoRule(f"{name} over the cut dim {x.placement.dim}")
     if name == "logsumexp" and dims == [x.placement.dim]:
         return reduced_logsumexp(x, argument(args, kwargs, 2, "keepdim", False))

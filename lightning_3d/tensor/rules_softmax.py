@@ -84,7 +84,12 @@ def _nll_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, target = given["input"], given["target"]
     special = (given.get(k) is not None for k in ("weight", "size_average", "reduce"))
     classes = 0 if x.ndim == 1 else 1
-    if any(special) or x.placement.dim != classes or len(x.placement.segments) != 1 or isinstance(target, ShardedTensor):
+    if (
+        any(special)
+        or x.placement.dim != classes
+        or len(x.placement.segments) != 1
+        or isinstance(target, ShardedTensor)
+    ):
         raise NoRule("nll_loss with class weights, or of log-probabilities that are not cut over the classes")
     ignored, reduction, group = given.get("ignore_index", -100), given.get("reduction", "mean"), x.group
     rows = x.local.shape[classes]

@@ -219,9 +219,10 @@ def whole(x: Tensor) -> Tensor:
     if type(x) is not ShardedTensor:
         return x
     x.group.conversions += 1
-    if x.group.on_gather is not None:
-        x.group.delivered |= x.sources
-    return collectives.gather(x.local, x.placement, x.group)
+    out = collectives.gather(x.local, x.placement, x.group)
+    if x.group.on_whole is not None:
+        x.group.on_whole(x, out)
+    return out
 
 
 # ---------------------------------------------------------------- what rules use

@@ -5,6 +5,7 @@ The plan is not trusted: loss and the gradient of every parameter must agree bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,12 +70,13 @@ class TensorReport:
 
     @property
     def worst(self) -> float:
-        """Largest error of all."""
-        return max([self.loss_error, *self.errors.values()])
+        """Largest error of all; infinite if there is a NaN."""
+        errors = [self.loss_error, *self.errors.values()]
+        return max(float("inf") if math.isnan(e) else e for e in errors)
 
     @property
     def ok(self) -> bool:
-        return self.worst <= self.tolerance  # False for NaN
+        return self.worst <= self.tolerance
 
     @property
     def first_difference(self) -> str | None:

@@ -17,7 +17,11 @@ def train(
 ) -> tuple[Tensor, list[tuple[str, float]]]:
     """Accumulate the gradients of the weighted losses; returns (weighted loss, logged values)."""
     logs: list[tuple[str, float]] = []
-    module.log = lambda name, value, *a, **k: logs.append((name, float(torch.as_tensor(value).detach())))
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        logs.append((name, float(value.detach() if isinstance(value, Tensor) else value)))
+
+    module.log = log
     total = torch.zeros((), dtype=torch.float64)
     for microbatch, weight in zip(microbatches, weights, strict=True):
         with Lift():

@@ -446,5 +446,3 @@ def test_simulation_equals_the_uncut_step(name: str, stages: int) -> None:
     assert worst <= 1e-9, where
     assert set().union(*cut.held) == {n for n, _ in plain.named_parameters()}
     assert {e.name for e in cut.result.logs} == {n for n, _ in logs}
-
-

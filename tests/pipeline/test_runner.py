@@ -100,7 +100,7 @@ def _metrics() -> None:
     runner = _runner(module, mesh, batch)
     assert module.accuracy._update_count == 0, "the trace left something in the metric"
     result = runner.train_step(batch, 0)
-    parts, sizes = split_with_sizes(batch, 3)
+    parts, _sizes = split_with_sizes(batch, 3)
     reference_log = []
     plain.log = lambda *a, **k: reference_log.append(a)
     for part in parts:

@@ -294,6 +294,6 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Step, float]] = {
     "decoder": (CrossAttention, mean_square, 0.97),
     "odd": (Odd, mean_square, 0.65),
     "custom_function": (CustomFunction, mean_square, 0.98),
-    "lora": (LoRA, mean_square, 0.5),
+    "lora": (LoRA, mean_square, 0.95),
     "conv1d": (Conv1DNet, mean_square, 0.99),
 }

@@ -77,10 +77,13 @@ def test_separate_projections_share_one_all_reduce() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "size"), [({"kv_heads": 1}, 2), ({"kv_heads": 2}, 4), ({"heads": 6, "d": 48}, 4), ({"heads": 3, "d": 48}, 2)]
+    ("kwargs", "size"),
+    [({"kv_heads": 1}, 2), ({"kv_heads": 2}, 4), ({"heads": 6, "d": 48}, 4), ({"heads": 3, "d": 48}, 2)],
 )
 @pytest.mark.parametrize("flash", [True, False])
-def test_heads_that_cannot_be_dealt_are_replicated_with_a_reason(kwargs: dict[str, int], size: int, flash: bool) -> None:
+def test_heads_that_cannot_be_dealt_are_replicated_with_a_reason(
+    kwargs: dict[str, int], size: int, flash: bool
+) -> None:
     model = NanoGPT(flash=flash, **kwargs)
     plan = plan_tensor_parallel(model, next_token, size)
     attention = plan.decisions["transformer.h.0.attn.c_attn.weight"]
@@ -147,9 +150,8 @@ def test_user_code_may_do_anything_with_cut_logits() -> None:
 class RandomNet(nn.Module):
     """A random chain of what users write between linear layers."""
 
-    CHOICES = (
-        "lin lin lin ln gelu res glu attn rms soft scale roll mean cat reorder sqr drop lora two conv gate chunked".split()
-    )
+    CHOICES = ["lin", "lin", "lin", "ln", "gelu", "res", "glu", "attn", "rms", "soft", "scale", "roll", "mean", "cat"]
+    CHOICES += ["reorder", "sqr", "drop", "lora", "two", "conv", "gate", "chunked"]
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -293,7 +295,9 @@ def random_plan(model: nn.Module, size: int, seed: int) -> TensorPlan:
 
 
 @pytest.mark.filterwarnings(GATHERS)
-@pytest.mark.parametrize("name", ["gated_fused", "nanogpt", "nanogpt_gqa", "timm", "encoder", "decoder", "conv1d", "lora"])
+@pytest.mark.parametrize(
+    "name", ["gated_fused", "nanogpt", "nanogpt_gqa", "timm", "encoder", "decoder", "conv1d", "lora"]
+)
 def test_a_wrong_plan_is_slow_but_never_wrong(name: str) -> None:
     build, step, _ = PLAIN[name]
     for seed in range(4):

@@ -125,7 +125,9 @@ def test_a_demanded_row_on_a_whole_input() -> None:
 
 def test_too_little_cut_is_an_error_if_asked_for() -> None:
     model = NanoGPT(heads=3, d=48)
-    with pytest.raises(TensorPlanError, match=r"at least 90.0% was asked for(.|\n)*c_attn(.|\n)*3 is not divisible by 2"):
+    with pytest.raises(
+        TensorPlanError, match=r"at least 90.0% was asked for(.|\n)*c_attn(.|\n)*3 is not divisible by 2"
+    ):
         plan_tensor_parallel(model, next_token, 2, strict=0.9)
 
 
@@ -204,14 +206,14 @@ class Stateful(nn.Module):
 def test_the_module_is_as_it_was() -> None:
     model = Stateful()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    parameters = {n: p for n, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     torch.manual_seed(3)
     state = torch.get_rng_state()
     plan = plan_tensor_parallel(model, lambda m: m(values(3, 8)).sum(), 2)
     assert plan.decisions["a.weight"].kind == "column"
     assert (model.calls, model.cache) == (0, {})
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert {n: p for n, p in model.named_parameters()} == parameters
+    assert dict(model.named_parameters()) == parameters
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(hasattr(p, "placement") for p in model.parameters())
 

@@ -117,7 +117,7 @@ def chain(seed: int) -> tuple[int, int]:
             refused += 1
             continue
         assert all(isinstance(g, ShardedTensor) and g.shape == want.shape for g in got), (seed, name, got[0])
-        torch.testing.assert_close(reassembled(got, size), want, msg=lambda m, n=name: f"seed {seed}, {n}: {m}")  # noqa: B023
+        torch.testing.assert_close(reassembled(got, size), want, msg=lambda m, n=name: f"seed {seed}, {n}: {m}")
         x, parts, equal = want, got, equal + 1
         if x.numel() < 2:
             break
@@ -276,9 +276,10 @@ def test_values_are_read_from_the_whole_tensor() -> None:
         return part.tolist(), (part > 0).any().item(), float(part.sum()), f"{part.shape}", bool(part.numel())
 
     with pytest.warns(UserWarning, match="no tensor-parallel form"):
-        for got in run_simulated(2, body):
-            assert got[:2] == (x.tolist(), bool((x > 0).any()))
-            assert got[2] == pytest.approx(x.sum().item(), rel=1e-6)
+        ranks = run_simulated(2, body)
+    for got in ranks:
+        assert got[:2] == (x.tolist(), bool((x > 0).any()))
+        assert got[2] == pytest.approx(x.sum().item(), rel=1e-6)
 
 
 def test_metadata_shows_the_global_tensor() -> None:

@@ -1,0 +1,95 @@
+"""Loss, every gradient and parameters after several steps against one process, for every layout of 2, 4 and 8 ranks.
+
+Every layout is one launch with several cases; which microbatch counts and accumulations a layout gets rotates, so that
+together every combination is covered. `make test-all` runs the full product.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from lightning_3d.testing import preload, run_distributed
+from tests.strategy.fits import Case, differences, on_layout, one_process
+
+preload("transformers", "tests.models", "tests.strategy.fits")
+
+MODELS = ["mlp", "gpt", "gpt_tied", "llama", "gpt2"]
+MICROBATCHES: list[int | str] = [1, 2, 4, 5, "auto"]
+
+
+def layouts(world: int) -> list[tuple[int, int, int]]:
+    sizes = [1, 2, 4, 8]
+    return [(tp, pp, dp) for tp, pp, dp in product(sizes, sizes, sizes) if tp * pp * dp == world and tp <= 4 and pp <= 4]
+
+
+def case_for(model: str, layout: tuple[int, int, int], accumulate: int, microbatches: int | str) -> Case:
+    dp = layout[2]
+    # uneven for 5 microbatches and for replicas whose samples have unequal numbers of targets
+    samples = 10 * dp if microbatches == 5 else 8 * dp if dp > 2 else 16
+    strategy = {"num_microbatches": microbatches} if layout[1] > 1 else {}
+    return Case(model=model, accumulate=accumulate, samples=samples, steps=2, strategy=strategy)
+
+
+@cache
+def alone(key: tuple[Any, ...]) -> dict[str, Any]:
+    case = Case(**dict(key))
+    return run_distributed(one_process, 1, [case], init_process_group=False, timeout=120)[0][0]
+
+
+def reference(case: Case) -> dict[str, Any]:
+    values = {k: v for k, v in vars(case).items() if k != "strategy"}
+    return alone(tuple(sorted(values.items())))
+
+
+def check(layout: tuple[int, int, int], cases: list[Case], timeout: float = 240) -> None:
+    tp, pp, dp = layout
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    ranks = run_distributed(on_layout, tp * pp * dp, cases, sizes, tp * pp * dp, init_process_group=False, timeout=timeout)
+    for index, case in enumerate(cases):
+        want = reference(case)
+        for rank in (0, tp * pp * dp - 1):
+            got = ranks[rank][index]
+            wrong = {name: error for name, error in differences(got, want).items() if not error <= 1e-9}
+            assert not wrong, (case, rank, dict(list(wrong.items())[:3]))
+            assert got["replicas"] == 0.0, case
+            assert got["rates"] == want["rates"]
+        # the loss: the mean over replicas, and what was logged with sync_dist, on every rank
+        replicas = [ranks[r][index]["losses"] for r in range(0, tp * pp * dp, tp * pp)]
+        mean = [sum(column) / dp for column in zip(*replicas, strict=True)]
+        assert mean == pytest.approx(want["losses"], rel=1e-9)
+        for rank in ranks:
+            assert rank[index]["metrics"] == pytest.approx(want["metrics"], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", [*layouts(2), *layouts(4), *layouts(8)], ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
+def test_layout(layout: tuple[int, int, int]) -> None:
+    every = [*layouts(2), *layouts(4), *layouts(8)]
+    turn = every.index(layout)
+    cases = []
+    for index, model in enumerate(MODELS):
+        accumulate = 3 if (turn + index) % 3 == 0 else 1
+        microbatches = MICROBATCHES[(turn + index) % len(MICROBATCHES)]
+        cases.append(case_for(model, layout, accumulate, microbatches))
+    check(layout, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("layout", [*layouts(2), *layouts(4), *layouts(8)], ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
+def test_every_combination(layout: tuple[int, int, int], microbatches: int | str, accumulate: int) -> None:
+    if layout[1] == 1 and microbatches != "auto":
+        pytest.skip("microbatches need a pipeline")
+    check(layout, [case_for(model, layout, accumulate, microbatches) for model in MODELS], timeout=400)
+
+
+def test_five_adamw_steps_with_clipping_validation_and_a_scheduler() -> None:
+    cases = [
+        Case(model=model, steps=5, samples=16, clip=0.3, optimizer="adamw", validate=True, accumulate=accumulate)
+        for model, accumulate in (("gpt_tied", 1), ("gpt", 2))
+    ]
+    check((2, 2, 2), cases)

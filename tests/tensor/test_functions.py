@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_3d.probe import FakeParameters, intercept_functions
+from lightning_3d.tensor import (
+    Placement,
+    ShardedTensor,
+    TensorGroup,
+    ThreadCommunicator,
+    function_guard,
+    map_local,
+    register_rule,
+    run_simulated,
+)
+from lightning_3d.tensor.functions import is_pointwise
+from lightning_3d.tensor.registry import OWN_RULES
+from tests.tensor.helpers import compare
+from tests.tensor.models import MLP, Square
+
+CUT = Placement(1, (8,))
+X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class Standardize(torch.autograd.Function):
+    """Needs whole rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean(-1, keepdim=True)
+
+
+class Mixing(torch.autograd.Function):
+    """Its values are pointwise, its gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.cumsum(-1)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
+def test_the_experiment() -> None:
+    assert is_pointwise(Square, ())
+    assert is_pointwise(Scale, (3.0,))
+    assert not is_pointwise(Standardize, ())
+    assert not is_pointwise(Mixing, ())
+    assert not is_pointwise(Product, ())
+
+
+def test_the_experiment_works_inside_a_probe() -> None:
+    class Fresh(Square):
+        pass
+
+    with FakeParameters(MLP(), torch.device("cpu")):
+        assert is_pointwise(Fresh, ())
+
+
+@pytest.mark.parametrize("function", [Square.apply, lambda x: Scale.apply(x, 2.5)])
+def test_pointwise_functions_run_on_the_shard(function: Any) -> None:
+    ranks = compare(function, [X], [CUT], 2)
+    assert ranks[0].ledger.total(op="all_gather").calls == 0
+
+
+@pytest.mark.parametrize("function", [Standardize.apply, Mixing.apply, lambda x: Product.apply(x, x)])
+def test_other_functions_gather(function: Any) -> None:
+    with pytest.warns(UserWarning, match="not proved to act on each element alone"):
+        compare(function, [X], [CUT], 2)
+
+
+def test_a_rule_for_a_function() -> None:
+    @register_rule(Product)
+    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+        x, y = args
+        return map_local(lambda t: func(t, y.local), x)
+
+    try:
+        ranks = compare(lambda x: Product.apply(x, x), [X], [CUT], 2)
+        assert ranks[0].ledger.total(op="all_gather").calls == 0
+    finally:
+        del OWN_RULES[Product]
+
+
+square = Square.apply
+
+
+def test_an_apply_looked_up_before_is_guarded_too() -> None:
+    """`swiglu = SwiGLU.apply` at import time is usual."""
+
+    def body(comm: ThreadCommunicator) -> Tensor:
+        leaf = X.chunk(2, 1)[comm.rank].clone().requires_grad_()
+        with intercept_functions(function_guard, 1):
+            square(ShardedTensor(leaf, CUT, TensorGroup(comm))).local.sum().backward()
+        return leaf.grad
+
+    assert torch.equal(torch.cat(run_simulated(2, body), 1), 2 * X)

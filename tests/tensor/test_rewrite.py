@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.probe import FakeParameters
+from lightning_3d.tensor import (
+    ShardedTensor,
+    TensorGroup,
+    ThreadCommunicator,
+    dry_group,
+    plan_tensor_parallel,
+    rewrite,
+    run_simulated,
+)
+from lightning_3d.testing import relative_error
+from tests.tensor.models import MLP, Adapted, CrossAttention, NanoGPT, mean_square, next_token
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    model = NanoGPT()
+    before = dict(model.named_parameters())
+    weights = {n: p.detach().clone() for n, p in before.items()}
+    plan = plan_tensor_parallel(model, next_token, 2)
+    rewrite(model, plan, dry_group(2))
+    assert list(dict(model.named_parameters())) == list(before)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name]
+        assert type(parameter) is nn.Parameter
+        cut = plan.decisions[name].placement
+        if cut is None:
+            assert not hasattr(parameter, "placement")
+            assert torch.equal(parameter, weights[name])
+        else:
+            assert parameter.placement == cut
+            assert parameter.global_shape == tuple(weights[name].shape)
+            assert torch.equal(parameter, cut.to_local(weights[name], 0, 2))
+            assert parameter.is_contiguous()
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes, "the whole weight is kept alive"
+    assert model.transformer.wte._parameters["weight"] is model.lm_head._parameters["weight"]
+
+
+def test_optimizers_built_before_train_the_shards() -> None:
+    """Five AdamW steps with weight decay, optimizer made on the whole model; weights equal one process."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        for _ in range(5):
+            optimizer.zero_grad()
+            next_token(model).backward()
+            optimizer.step()
+
+    def fresh() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = NanoGPT().double()
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return model, torch.optim.AdamW(groups, lr=1e-2)
+
+    want, optimizer = fresh()
+    plan = plan_tensor_parallel(want, next_token, 2)
+    train(want, optimizer)
+
+    def body(comm: ThreadCommunicator) -> dict[str, Tensor]:
+        model, optimizer = fresh()
+        rewrite(model, plan, comm)
+        train(model, optimizer)
+        return {n: p.detach() for n, p in model.named_parameters()}
+
+    ranks = run_simulated(2, body)
+    for name, parameter in want.named_parameters():
+        cut = plan.decisions[name].placement
+        if cut is None:
+            assert torch.equal(ranks[0][name], ranks[1][name]), f"{name} drifted apart"
+        got = ranks[0][name] if cut is None else cut.to_global([r[name] for r in ranks], 2)
+        assert relative_error(got, parameter) < 1e-9, name
+        if cut is not None and cut.padding:
+            assert not ranks[1][name][-cut.padding :].any(), "padding rows moved"
+
+
+def test_a_second_rewrite_and_a_second_plan_are_refused() -> None:
+    model = MLP()
+    plan = plan_tensor_parallel(model, mean_square, 2)
+    rewrite(model, plan, dry_group(2))
+    with pytest.raises(TensorPlanError, match=r"a\.weight is already cut"):
+        rewrite(model, plan, dry_group(2))
+    with pytest.raises(TensorPlanError, match=r"a\.weight is already cut"):
+        plan_tensor_parallel(model, mean_square, 2)
+
+
+def test_the_wrong_plan_is_refused() -> None:
+    plan = plan_tensor_parallel(MLP(), mean_square, 2)
+    with pytest.raises(TensorPlanError, match="for 2 tensor-parallel ranks, the group has 4"):
+        rewrite(MLP(), plan, dry_group(4))
+    with pytest.raises(TensorPlanError, match="another model"):
+        rewrite(CrossAttention(), plan, dry_group(2))
+    with pytest.raises(TensorPlanError, match=r"a\.weight has shape \(64, 16\), the plan is for \(128, 32\)"):
+        rewrite(MLP(16), plan, dry_group(2))
+    model = NanoGPT()
+    tied = plan_tensor_parallel(model, next_token, 2)
+    tied.decisions["lm_head.weight"] = tied.decisions["transformer.ln_f.weight"]
+    with pytest.raises(TensorPlanError, match="are one tied parameter"):
+        rewrite(model, tied, dry_group(2))
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    model = nn.Sequential(Adapted(8, 16), nn.ReLU(), Adapted(16, 8))
+
+    def step(m: Any) -> Tensor:
+        return m(torch.ones(2, 8)).sum()
+
+    rewrite(model, plan_tensor_parallel(model, step, 2), dry_group(2))
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [
+        f"{i}.base.{leaf}" for i in (0, 2) for leaf in ("weight", "bias")
+    ]
+
+
+def test_a_gradient_accumulator_made_before() -> None:
+    """A hook, or a kept graph, pins the accumulator to the old shape."""
+    model = MLP()
+    kept = mean_square(model)
+    calls = []
+    model.a.weight.register_post_accumulate_grad_hook(lambda p: calls.append(tuple(p.grad.shape)))
+    plan = plan_tensor_parallel(model, mean_square, 2)
+    rewrite(model, plan, dry_group(2))
+    mean_square(model).backward()
+    assert calls == [(64, 32)]
+    assert kept.requires_grad
+
+
+def test_a_copy_talks_to_the_same_ranks() -> None:
+    def body(comm: ThreadCommunicator) -> Any:
+        torch.manual_seed(0)
+        model = NanoGPT()
+        rewrite(model, plan_tensor_parallel(model, next_token, 2), comm)
+        twin = copy.deepcopy(model)
+        assert twin.lm_head.tensor_group is model.lm_head.tensor_group
+        assert twin.lm_head._parameters["weight"] is not model.lm_head._parameters["weight"]
+        return next_token(model).item(), next_token(twin).item()
+
+    assert all(a == b for a, b in run_simulated(2, body))
+
+
+def test_parameters_of_another_stage_are_shown_as_they_are() -> None:
+    model = MLP()
+    rewrite(model, plan_tensor_parallel(model, mean_square, 2), dry_group(2))
+    model.a._parameters["weight"].is_absent = True
+    assert model.a.weight is model.a._parameters["weight"]
+    assert isinstance(model.c.weight, ShardedTensor)
+
+
+def test_a_cut_model_can_be_probed() -> None:
+    model = NanoGPT()
+    group = dry_group(2)
+    rewrite(model, plan_tensor_parallel(model, next_token, 2), group)
+    group.dry = False  # fake tensors alone keep it quiet
+    with FakeParameters(model, torch.device("cpu")):
+        assert model.lm_head.weight.shape == (101, 32)
+        loss = next_token(model)
+    assert loss.shape == ()
+    assert group.comm.ledger.total().calls == 0
+
+
+def test_a_group_cannot_be_pickled_by_accident() -> None:
+    with pytest.raises(TypeError, match="save a state_dict"):
+        copy.copy(TensorGroup(ThreadCommunicator.ring(1)[0])).__reduce__()
