@@ -27,7 +27,7 @@ from lightning_3d.observe import TraceRecorder
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.probe import agree, intercept_functions
-from lightning_3d.steps import call_step, logging_silenced
+from lightning_3d.steps import call_step, logging_silenced, metrics_alone
 from lightning_3d.tensor import (
     Placement,
     ShardedTensor,
@@ -93,21 +93,25 @@ class Engine:
             ConfigurationError: The model or the step cannot be cut as asked; equal on all ranks.
         """
         microbatches = self._microbatches(batch)
-        if self.layout.tp > 1:
-            self._cut_tensors(step_name, batch)
-        if self.layout.pp > 1:
-            self.runner = PipelineRunner(
-                self.module,
-                self.mesh,
-                schedule=self.layout.schedule,
-                num_microbatches=microbatches,
-                tensor_group=self.tensor_group if self.layout.tp > 1 else None,
-                split=self.settings.pipeline_split,
-                seed=self.seed,
-                forward_context=self.settings.forward_context,
-                recorder=self._record if self.recorder is not None else None,
-            )
-            self.partition = self.runner.setup(step_name, batch)
+        with metrics_alone(self.module):
+            if self.layout.tp > 1:
+                self._cut_tensors(step_name, batch)
+            if self.layout.pp > 1:
+                self._cut_stages(step_name, batch, microbatches)
+
+    def _cut_stages(self, step_name: str, batch: Any, microbatches: int) -> None:
+        self.runner = PipelineRunner(
+            self.module,
+            self.mesh,
+            schedule=self.layout.schedule,
+            num_microbatches=microbatches,
+            tensor_group=self.tensor_group if self.layout.tp > 1 else None,
+            split=self.settings.pipeline_split,
+            seed=self.seed,
+            forward_context=self.settings.forward_context,
+            recorder=self.recorder,
+        )
+        self.partition = self.runner.setup(step_name, batch)
 
     def _cut_tensors(self, step_name: str, batch: Any) -> None:
         def step(module: nn.Module) -> Any:
@@ -124,7 +128,7 @@ class Engine:
         )
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
         agree("the tensor-parallel plan", seen, self.mesh.replica)
-        if self.settings.verify:
+        if self.settings.verify and step_name == "training_step":
             self._prove(self.tensor_plan, step)
         rewrite(self.module, self.tensor_plan, self.tensor_group)
 
@@ -132,8 +136,11 @@ class Engine:
         """Original against rewritten on simulated ranks; done once per run, by rank 0."""
         message = ""
         if self.mesh.rank == 0:
-            report = verify_tensor_plan(self.module, plan, step)
-            message = "" if report.ok else str(report)
+            try:
+                report = verify_tensor_plan(self.module, plan, step)
+                message = "" if report.ok else str(report)
+            except ConfigurationError as error:  # all ranks must hear of it
+                message = str(error)
         message = self.mesh.world.broadcast_object(message, 0)
         if message:
             raise ParityError(
@@ -141,9 +148,13 @@ class Engine:
                 "it names with tensor_parallel_plan={'<module>': 'replicate'}."
             )
 
-    def _record(self, action: Any, start: float, end: float) -> None:
-        assert self.recorder is not None
-        self.recorder.record(action.kind, action.microbatch, action.stage, start, end)
+    @contextmanager
+    def _recorded(self, number: int) -> Iterator[None]:
+        if self.recorder is not None:
+            self.recorder.begin_step(number)
+        yield
+        if self.recorder is not None:
+            self.recorder.end_step()
 
     def _microbatches(self, batch: Any) -> int:
         """The documented rule: 4 x pp microbatches, fewer where the batch has fewer samples."""
@@ -239,7 +250,7 @@ class Engine:
         self.runner.step_number = number
         self.zero.begin()
         self.zero.set_aside(keep=keep_gradients)
-        with self.sharding_rules():
+        with self.sharding_rules(), self._recorded(number):
             result = self.runner.train_step(
                 batch,
                 batch_idx,

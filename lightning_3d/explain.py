@@ -46,12 +46,12 @@ def describe_plan(
         shapes: Global shape of every parameter, by name.
         stages: What every pipeline stage runs and holds; None for pp=1.
     """
-    parts: list[Any] = [f"layout {layout}, {layout.world_size} processes", mesh_table(layout), axis_table(layout)]
+    parts: list[Any] = [mesh_table(layout), axis_table(layout)]
     if plan is not None:
-        cut = f"tensor plan: {plan.sharded_fraction:.1%} of the parameters are divided over {layout.tp} ranks"
-        parts += [cut, tensor_table(_tensor_rows(plan, shapes))]
+        title = f"tensor plan: {plan.sharded_fraction:.1%} of the parameters are divided over {layout.tp} ranks"
+        parts.append(tensor_table(_tensor_rows(plan, shapes), title=title))
     if stages is not None:
-        parts += ["pipeline stages", stage_table(_stage_rows(layout, plan, shapes, stages))]
+        parts.append(stage_table(_stage_rows(layout, plan, shapes, stages)))
     return render(*parts)
 
 

@@ -160,7 +160,7 @@ class Lifecycle(_Base):
         assert self._mesh is not None
         settings = dataclasses.replace(self._settings, forward_context=lambda: self.precision_plugin.forward_context())
         engine = Engine(module, self._mesh, settings)
-        step_name = _STEPS[trainer.state.fn]
+        step_name = _STEPS[trainer.state.fn.value]
         batch = self._peek(trainer, step_name) if engine.layout.replica_size > 1 else None
         self._planning = True
         try:
@@ -174,7 +174,7 @@ class Lifecycle(_Base):
     def _peek(self, trainer: Any, step_name: str) -> Any:
         """The first batch of rank zero, moved and converted as Lightning will, the same on all ranks."""
         assert self._mesh is not None and self.lightning_module is not None
-        loop = trainer.fit_loop if step_name == "training_step" else getattr(trainer, f"{trainer.state.fn}_loop")
+        loop = getattr(trainer, f"{trainer.state.fn.value}_loop")
         with random_state_kept(_collect_rng_states, _set_rng_states):
             loaders = loop._data_source.dataloader()
             if step_name != "training_step" and isinstance(loaders, Sequence):

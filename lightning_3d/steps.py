@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torchmetrics import Metric
 
 
 def call_step(module: nn.Module, name: str, *args: Any) -> Any:
@@ -24,6 +25,20 @@ def _arity(step: Any, available: int) -> int:
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
             count += 1
     return min(count, available)
+
+
+@contextmanager
+def metrics_alone(module: nn.Module) -> Iterator[None]:
+    """Metrics do not synchronise: ranks may follow a step at different times, with values that do not exist."""
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    before = [m.distributed_available_fn for m in metrics]
+    for metric in metrics:
+        metric.distributed_available_fn = lambda: False
+    try:
+        yield
+    finally:
+        for metric, function in zip(metrics, before, strict=True):
+            metric.distributed_available_fn = function
 
 
 @contextmanager

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.comm import Ledger, ProcessCommunicator
+from lightning_3d.data import random_state_kept
 from lightning_3d.engine import Engine, Settings, memory_report
 from lightning_3d.errors import ConfigurationError, LayoutError, near, not_yet
 from lightning_3d.launch import WholeWeightsLauncher
@@ -278,7 +280,9 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             )
 
     def setup_environment(self) -> None:
-        super().setup_environment()
+        # Lightning seeds again here so that ranks agree; ours agree later, and one process would not have drawn this
+        with random_state_kept(_collect_rng_states, _set_rng_states):
+            super().setup_environment()
         if self._mesh is None:
             self._mesh = Mesh(self.layout, self.root_device, self._settings.timeout)
             self._watch_failures()

@@ -9,20 +9,24 @@ Every rank's traceback is reported; a hard timeout ends them all.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
 import queue
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+_STACKS = "LIGHTNING_3D_STACKS"
 _PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_3d"]
 
 
@@ -82,6 +86,8 @@ def run_distributed(
         "OMP_NUM_THREADS": "1",
         **(env or {}),
     }
+    stacks = tempfile.TemporaryDirectory(prefix="lightning_3d_")
+    settings[_STACKS] = stacks.name
     processes = [
         context.Process(
             target=_child, args=(rank, settings, init_process_group and backend, timeout, results, function, args)
@@ -91,7 +97,7 @@ def run_distributed(
     for process in processes:
         process.start()
     try:
-        return _collect(processes, results, timeout)
+        return _collect(processes, results, timeout, Path(stacks.name))
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):  # it may end between the look and the signal
@@ -99,10 +105,11 @@ def run_distributed(
                     process.kill()
             process.join()
         results.close()
+        stacks.cleanup()
         del store
 
 
-def _collect(processes: Sequence[Any], results: Any, timeout: float) -> list[Any]:
+def _collect(processes: Sequence[Any], results: Any, timeout: float, stacks: Path) -> list[Any]:
     """Wait for every rank's result; give the others a few seconds once one has failed."""
     done: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
@@ -128,9 +135,14 @@ def _collect(processes: Sequence[Any], results: Any, timeout: float) -> list[Any
     if failed:
         text = [f"{len(failed)} of {len(processes)} ranks failed (timeout {timeout:g} s):"]
         for r in failed:
-            text.append(f"--- rank {r} ---\n{done[r][1] if r in done else 'did not finish'}")
+            text.append(f"--- rank {r} ---\n{done[r][1] if r in done else _stack_of(stacks / str(r))}")
         raise DistributedError("\n".join(text))
     return [pickle.loads(done[r][1]) for r in range(len(processes))]  # noqa: S301
+
+
+def _stack_of(file: Path) -> str:
+    found = file.read_text() if file.is_file() else ""
+    return f"did not finish; it was here:\n{found}" if found else "did not finish"
 
 
 def _child(
@@ -144,6 +156,8 @@ def _child(
 ) -> None:
     os.environ.update(settings, RANK=str(rank), LOCAL_RANK=str(rank), ROLE_WORLD_SIZE=settings["WORLD_SIZE"])
     torch.set_num_threads(1)
+    stack = open(Path(settings[_STACKS]) / str(rank), "w")  # noqa: SIM115  (faulthandler writes to it at the end)
+    faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), file=stack)
     try:
         if backend:
             dist.init_process_group(str(backend), timeout=timedelta(seconds=timeout))

@@ -74,7 +74,7 @@ class Channels:
             self._local[message] = [x.detach().clone() for x in tensors]
             return
         communicator, peer = self._way(self.stage, target_stage), self.mesh.peer(target_stage)
-        pieces = [x.detach().contiguous() for x in tensors]
+        pieces = [x.detach().contiguous() for x in tensors if x.numel()]
         self._sent[message] = [(communicator.send_start(x, peer), x) for x in pieces]
         if message.kind == "G":
             in_flight = self._gradients.setdefault(target_stage, deque())
@@ -91,7 +91,7 @@ class Channels:
         while message not in self._arrived:
             following = expected.popleft()
             buffers = [torch.empty(m.wire, dtype=m.dtype, device=self.mesh.device) for m in self._metas(following)]
-            works = [communicator.receive_start(x, peer) for x in buffers]
+            works = [communicator.receive_start(x, peer) for x in buffers if x.numel()]
             self._arrived[following] = _Incoming(works, buffers)
 
     def receive(self, message: Message, source_stage: int) -> list[Tensor]:

@@ -108,6 +108,9 @@ class Event:
         flops: Of the forward.
         random: Draws from the default generator.
         dynamic: Makes a shape that depends on values: nothing after it may be cut off.
+        single: The only value of a result that is one tensor and has no side effects.
+        looks: Turns a tensor into a Python value, on which the path may depend.
+        answer: What it returned in the trace; invented if `kind` is `read`.
     """
 
     name: str
@@ -124,6 +127,8 @@ class Event:
     random: bool = False
     dynamic: bool = False
     single: Vid | None = None
+    looks: bool = False
+    answer: Any = None
 
     @property
     def atom(self) -> str:
@@ -159,6 +164,8 @@ class Trace:
         buffer_writes, buffer_reads: Registered buffers glue code writes tracked values into, or reads: event numbers.
         overwritten: Values changed in place after they were made (a copy must be kept of what is sent).
         touched: Modules whose Python attributes glue code changed.
+        changed: Tensors (buffers, attributes) that glue code changed in place.
+        python_random: Glue code drew from `random` or numpy.
         warnings: What the user may want to know.
         warm: Glue code cached something on its first call; that state was kept.
     """
@@ -173,6 +180,8 @@ class Trace:
     buffer_reads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     overwritten: set[Vid] = field(default_factory=set)
     touched: list[nn.Module] = field(default_factory=list)
+    changed: list[Tensor] = field(default_factory=list)
+    python_random: bool = False
     warnings: list[str] = field(default_factory=list)
     warm: bool = False
 
@@ -183,6 +192,12 @@ class Trace:
     def call_names(self) -> list[str]:
         """Names of the called atoms, in order."""
         return [event.atom for _, event in self.calls()]
+
+    def branch_point(self) -> int:
+        """The path may depend on values all ranks know (padding masks, random numbers) before this event; 0: never."""
+        if self.python_random:
+            return len(self.events)
+        return 1 + max((n for n, e in enumerate(self.events) if e.looks and e.kind == "local"), default=-1)
 
     def params_used(self) -> set[str]:
         """Names of all parameters the step uses."""

@@ -103,7 +103,7 @@ def forward(
     final_stage = partition.windows[-1].stage == partition.windows[window].stage
     with (
         window_randomness(seeds, window, program.device),
-        _untouched_state(program, partition, not run.last, final_stage),
+        untouched_state(program, partition, not run.last, final_stage),
         sharding.guarded(),
         program.forward_context(),
     ):
@@ -112,7 +112,7 @@ def forward(
 
 
 @contextmanager
-def _untouched_state(program: Program, partition: Partition, active: bool, replayed: bool) -> Iterator[None]:
+def untouched_state(program: Program, partition: Partition, active: bool, replayed: bool) -> Iterator[None]:
     """Windows before the last leave no trace in metrics, and no phantoms in attributes.
 
     Args:
@@ -125,7 +125,9 @@ def _untouched_state(program: Program, partition: Partition, active: bool, repla
     touched = ModuleState(program.module, partition.trace.touched)
     metrics = ModuleState(program.module, program.metrics)
     states = [x for m in program.metrics for x in tree_flatten([m.__dict__.get(k) for k in m._defaults])[0]]
-    values = [(x, x.clone()) for x in states if isinstance(x, Tensor)]
+    inference = torch.is_inference_mode_enabled()
+    # a state made in inference mode cannot change in place outside of it
+    values = [(x, x.clone()) for x in states if isinstance(x, Tensor) and (inference or not x.is_inference())]
     try:
         yield
     finally:

@@ -243,25 +243,38 @@ def _allowed(event: Event, held: Held) -> set[int] | None:
     return allowed
 
 
-def place_unused(trace: Trace, held: list[set[str]], atoms: Sequence[tuple[str, Sequence[str]]]) -> None:
+def place_unused(trace: Trace, held: list[set[str]], pieces: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Give the parameters that the step never uses to stages, so that nothing is lost (frozen copies, EMA weights).
 
-    Whole pieces in order of registration, shared out evenly by size; what is in no piece goes to the last stage.
+    A piece next to used ones (a block that LayerDrop skipped) goes where its neighbour is, so that using it later does
+    not change the order of the stages. Other pieces are shared out evenly by size, in order of registration; what is in
+    no piece goes to the last stage.
 
     Args:
         trace: With the sizes of all parameters.
         held: Per stage, the names; extended in place.
-        atoms: (name, parameter names) of every piece, in order of registration.
+        pieces: (name, parameter names) of every piece, in order of registration.
     """
-    used = set().union(*held)
-    missing = set(trace.sizes) - used
-    pieces = [[n for n in names if n in missing] for _, names in atoms]
-    total = sum(trace.sizes[n] for names in pieces for n in names)
+    missing = set(trace.sizes) - set().union(*held)
+    alone: list[list[str]] = []
+    neighbours: dict[str, int] = {}
+    for name, parameters in pieces:
+        parent = name.rpartition(".")[0]
+        if missing.isdisjoint(parameters):
+            neighbours[parent] = next(s for s, names in enumerate(held) if not names.isdisjoint(parameters))
+        elif parent in neighbours or _has_used_sibling(parent, pieces, missing):
+            held[neighbours.get(parent, 0)].update(missing.intersection(parameters))
+        else:
+            alone.append([n for n in parameters if n in missing])
+    total = sum(trace.sizes[n] for names in alone for n in names)
     running = 0
-    for names in pieces:
+    for names in alone:
         size = sum(trace.sizes[n] for n in names)
         stage = min(len(held) - 1, int(len(held) * (running + size / 2) / total)) if total else 0
         running += size
-        for name in set(names) - set().union(*held):
-            held[stage].add(name)
+        held[stage].update(set(names) - set().union(*held))
     held[-1] |= set(trace.sizes) - set().union(*held)
+
+
+def _has_used_sibling(parent: str, pieces: Sequence[tuple[str, Sequence[str]]], missing: set[str]) -> bool:
+    return any(name.rpartition(".")[0] == parent and missing.isdisjoint(names) for name, names in pieces)

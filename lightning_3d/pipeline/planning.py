@@ -13,6 +13,7 @@ from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.partition import (
     Held,
     Partition,
+    Window,
     automatic_starts,
     make_partition,
     named_starts,
@@ -80,9 +81,23 @@ def cut(trace: Trace, held: Held, *, training: bool) -> Partition:
         PipelineError: A training step walks through the stages more than once.
     """
     windows = owned_windows(trace, held)
-    if training and len(windows) > held.stages:
-        raise _several_walks(trace.step, -(-len(windows) // held.stages))
+    if training:
+        stages = [w.stage for w in windows]
+        if stages != sorted(set(stages)):
+            raise _several_walks(trace.step, -(-len(windows) // held.stages))
+        windows = _one_per_stage(windows, held.stages)
     return make_partition(trace, windows, held.stages)
+
+
+def _one_per_stage(windows: list[Window], stages: int) -> list[Window]:
+    """Stages that have nothing to do on this path get an empty window: schedules count on one per stage."""
+    full, start = [], 0
+    by_stage = {w.stage: w for w in windows}
+    for stage in range(stages):
+        stop = by_stage[stage].stop if stage in by_stage else start
+        full.append(Window(stage, start, stop, stage))
+        start = stop
+    return full
 
 
 def _refuse_several_walks(partition: Partition) -> None:

@@ -31,6 +31,7 @@ from lightning_3d.pipeline.events import Event, NoCut, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.glue import Glue, replaced_forward
 from lightning_3d.pipeline.holders import changed, copy_holder, has_tensor, holders, is_opaque, slots
 from lightning_3d.pipeline.phantom import Phantom, function_name
+from lightning_3d.pipeline.rng import Seeds, seed_torch
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters
 
 _NO_FAKE_RUN = (
@@ -62,6 +63,7 @@ class TraceRun(Glue):
         fakes: The open `FakeParameters` of `module`.
         answers: What value reads of tracked tensors return.
         device: The device of the parameters.
+        seeds: Of the microbatch: local random events draw what they will draw in the run.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class TraceRun(Glue):
         fakes: FakeParameters,
         answers: Answers,
         device: torch.device,
+        seeds: Seeds,
     ) -> None:
         super().__init__(module, atoms)
-        self.trace, self.fakes, self.answers, self.device = trace, fakes, answers, device
+        self.trace, self.fakes, self.answers, self.device, self.seeds = trace, fakes, answers, device, seeds
+        self._in_region = False
         self.buffers = {id(b): name for name, b in module.named_buffers()}
         self.fake_of: dict[Vid, Tensor] = {}
         self._aliases: dict[Any, list[weakref.ref[Phantom]]] = defaultdict(list)
@@ -136,10 +140,7 @@ class TraceRun(Glue):
         leaves, spec = tree_flatten((args, kwargs))
         n, event = self._begin(function_name(func), "local", leaves)
         if not event.reads and not event.params:
-            with RandomWatch() as watch:
-                out = func(*args, **kwargs)
-            event.random = watch.hit
-            return out
+            return self._local(func, args, kwargs, n, event)
         if event.name == "backward" or func is torch.autograd.grad:
             raise PipelineError(
                 f"{self.trace.step} calls {event.name}() itself (manual optimization, or a gradient penalty). That is "
@@ -161,10 +162,21 @@ class TraceRun(Glue):
         event.flops, event.random = counter.get_total_flops(), watch.hit
         return describe(self, event, n, leaves, fakes, versions, (out, [], [], []))
 
+    def _local(self, func: Any, args: Any, kwargs: Any, n: int, event: Event) -> Any:
+        if not self._in_region:
+            seed_torch(self.seeds.of_event(n), self.device)
+        with RandomWatch() as watch:
+            out = func(*args, **kwargs)
+        event.random, event.looks = watch.hit, func in VALUE_READS
+        if event.looks and isinstance(out, (bool, int)):
+            event.answer = out
+        return out
+
     def _read(self, func: Any, event: Event, leaves: list[Any]) -> Any:
-        event.kind = "read"
+        event.kind, event.looks = "read", True
         self.trace.warnings.append(f"{event.name} reads a value of a pipeline tensor (event {self.n - 1})")
-        return self.answers(func, next(x for x in leaves if isinstance(x, Tensor)))
+        event.answer = self.answers(func, next(x for x in leaves if isinstance(x, Tensor)))
+        return event.answer
 
     def _dynamic(self, func: Any, event: Event, n: int, leaves: list[Any], fakes: list[Any], spec: Any) -> Any:
         """The shape depends on values: go on with the shape that ones would give; nothing after this can be cut."""
@@ -184,8 +196,14 @@ class TraceRun(Glue):
 
     @contextmanager
     def on_region(self) -> Iterator[None]:
-        first = self.n
-        yield
+        first, before = self.n, self._in_region
+        if not before:
+            seed_torch(self.seeds.of_event(first), self.device)
+        self._in_region = True
+        try:
+            yield
+        finally:
+            self._in_region = before
         if self.n - 1 > first:
             self.trace.no_cut.append(NoCut(first, self.n - 1, "it is one activation checkpoint"))
 

@@ -22,6 +22,7 @@ from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import Program, call_step, probe_arguments
 from lightning_3d.pipeline.microbatch import batch_size, signature, split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
+from lightning_3d.pipeline.path import follows
 from lightning_3d.pipeline.phantom import drop
 from lightning_3d.pipeline.planning import Split, cut, make_plan
 from lightning_3d.pipeline.results import StepResult, collect
@@ -32,7 +33,8 @@ from lightning_3d.pipeline.walk import Recorder, Walk
 from lightning_3d.probe import agree
 
 TRAINING = "training_step"
-_PARTITIONS_KEPT = 256
+_SIGNATURES_KEPT = 256
+_PATHS_KEPT = 8
 
 
 class PipelineRunner:
@@ -90,7 +92,7 @@ class PipelineRunner:
         self.counted: set[str] = set()
         self.buffers: dict[str, int] = {}
         self._held: Held | None = None
-        self._partitions: dict[Any, Partition] = {}
+        self._partitions: dict[Any, list[Partition]] = {}
 
     # -- set-up
     @property
@@ -118,7 +120,7 @@ class PipelineRunner:
         held = self.mesh.data.broadcast_object(plan.held, 0)
         self._held = Held(held.stages, held.holders, held.call_names, held.start_calls)
         partition = self._agreed(step_name, plan.trace)
-        self._partitions[self._key(step_name, first)] = partition
+        self._partitions[self._circumstances(step_name), signature(first)] = [partition]
         self._place(partition)
         return partition
 
@@ -160,7 +162,9 @@ class PipelineRunner:
         return out
 
     # -- traces and partitions
-    def _trace(self, step_name: str, microbatch: Any, atoms: Any, args: Sequence[Any] | None = None) -> Trace:
+    def _trace(
+        self, step_name: str, microbatch: Any, atoms: Any, args: Sequence[Any] | None = None, seeds: Seeds | None = None
+    ) -> Trace:
         step = getattr(self.module, step_name)
         microbatch = without_inference_tensors(microbatch)
         arguments = probe_arguments(step, microbatch) if args is None else (microbatch, *args)
@@ -172,7 +176,7 @@ class PipelineRunner:
             name=step_name,
             device=self.mesh.device,
             forward_context=self._forward_context,
-            seed=mix(self.seed, zlib.crc32(step_name.encode())) & 0x7FFF_FFFF,
+            seeds=seeds or Seeds(self.seed, 0, 0, self.mesh.at.dp),
         )
 
     def _agreed(self, step_name: str, found: Trace) -> Partition:
@@ -181,22 +185,31 @@ class PipelineRunner:
         agree(f"the pipeline plan of {step_name}", partition.plain(), self.mesh.replica)
         return partition
 
-    def _key(self, step_name: str, microbatch: Any) -> Any:
-        """What a step's path may depend on."""
+    def _circumstances(self, step_name: str, args: Sequence[Any] = ()) -> Any:
+        """What a step's path may depend on, besides the microbatch: modes, frozen parameters, dataloader_idx."""
         with torch._C.DisableTorchFunctionSubclass():
             trainable = tuple(p.requires_grad for p in self.module.parameters())
         modes = tuple(m.training for m in self.module.modules())
-        return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), signature(microbatch))
+        others = tuple(signature(x) for x in args[1:])  # not batch_idx, which is another one every time
+        return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), others)
 
-    def _partition(self, step_name: str, microbatch: Any, args: Sequence[Any]) -> Partition:
-        key = self._key(step_name, microbatch)
-        if key not in self._partitions:
-            while len(self._partitions) >= _PARTITIONS_KEPT:
-                self._partitions.pop(next(iter(self._partitions)))
-            self._partitions[key] = self._agreed(
-                step_name, self._trace(step_name, microbatch, self._program.atoms, args)
-            )
-        return self._partitions[key]
+    def _partition(
+        self, step_name: str, microbatch: Any, args: Sequence[Any], seeds: Seeds, circumstances: Any
+    ) -> Partition:
+        """The partition for the path this microbatch takes; all ranks of a replica find the same one."""
+        known = self._partitions.setdefault((circumstances, signature(microbatch)), [])
+        for partition in known:
+            if follows(
+                self._program, partition.trace, lambda: call_step(self.module, step_name, microbatch, *args), seeds
+            ):
+                return partition
+        found = self._trace(step_name, microbatch, self._program.atoms, args, seeds)
+        known.append(self._agreed(step_name, found))
+        partition = known[-1]
+        del known[:-_PATHS_KEPT]
+        while len(self._partitions) > _SIGNATURES_KEPT:
+            self._partitions.pop(next(iter(self._partitions)))
+        return partition
 
     # -- batches
     def batch_size(self, batch: Any) -> int:
@@ -277,7 +290,11 @@ class PipelineRunner:
         scale: float | Tensor = 1.0,
     ) -> Walk:
         assert self._held is not None, "setup() first"
-        partitions = [self._partition(step_name, microbatch, args) for microbatch in microbatches]
+        seeds = [Seeds(self.seed, number, i, self.mesh.at.dp) for i in range(len(microbatches))]
+        circumstances = self._circumstances(step_name, args)
+        partitions = [
+            self._partition(step_name, m, args, s, circumstances) for m, s in zip(microbatches, seeds, strict=True)
+        ]
 
         def step(microbatch: Any) -> Callable[[], Any]:
             return lambda: call_step(self.module, step_name, microbatch, *args)
@@ -288,7 +305,7 @@ class PipelineRunner:
             self.stage,
             partitions,
             [step(microbatch) for microbatch in microbatches],
-            [Seeds(self.seed, number, i, self.mesh.at.dp) for i in range(len(microbatches))],
+            seeds,
             weights,
             scale,
             step_name,

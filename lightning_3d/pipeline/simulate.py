@@ -71,7 +71,8 @@ def simulate(
     microbatches, sizes = split_with_sizes(batch, num_microbatches)
     step = getattr(module, "training_step")  # noqa: B009  (not every nn.Module has it)
 
-    def traced(microbatch: Any, atoms: Any) -> Any:
+    def traced(i: int, atoms: Any) -> Any:
+        microbatch = microbatches[i]
         arguments = probe_arguments(step, microbatch)
         return trace(
             module,
@@ -80,9 +81,10 @@ def simulate(
             tensor_group,
             device=device,
             forward_context=forward_context,
+            seeds=Seeds(seed, step_number, i, 0),
         )
 
-    plan = make_plan(module, stages, split, lambda atoms: traced(microbatches[0], atoms))
+    plan = make_plan(module, stages, split, lambda atoms: traced(0, atoms))
     program = Program(module, plan.atoms, device, tensor_group, forward_context)
     weights = [size / sum(sizes) for size in sizes]
     held = [{n for n, s in plan.held.holders.items() if stage in s} for stage in range(stages)]
@@ -90,7 +92,7 @@ def simulate(
     state, buffers = ModuleState(module), _StageBuffers(module, stages)
     with _own_gradients(module) as gradients:
         for i, microbatch in enumerate(microbatches):
-            partition = cut(plan.trace if i == 0 else traced(microbatch, plan.atoms), plan.held, training=True)
+            partition = cut(plan.trace if i == 0 else traced(i, plan.atoms), plan.held, training=True)
             seeds = Seeds(seed, step_number, i, 0)
 
             def run(microbatch: Any = microbatch) -> Any:

@@ -18,7 +18,7 @@ from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_run import TraceRun
-from lightning_3d.pipeline.rng import forked, seed_torch
+from lightning_3d.pipeline.rng import Seeds, window_randomness
 from lightning_3d.probe import Answers, FakeParameters, ModuleState, retry
 
 
@@ -31,7 +31,7 @@ def trace(
     name: str = "training_step",
     device: torch.device | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    seed: int = 0,
+    seeds: Seeds | None = None,
 ) -> Trace:
     """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
 
@@ -48,24 +48,23 @@ def trace(
         name: Name of the step, for messages.
         device: Device of the parameters; default: that of the first one.
         forward_context: Entered around the step (autocast).
-        seed: Random numbers of the run; must be equal on all ranks of a replica.
+        seeds: Of the microbatch, so that the trace takes the path the run will take; equal in a replica.
 
     Raises:
         PipelineError: The step does something that cannot be cut into stages.
     """
+    seeds = seeds or Seeds()
     device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
 
     def once() -> Trace:
         def attempt(answers: Answers) -> Trace:
             result = Trace(name)
-            with FakeParameters(module, device, atoms.values()) as fakes, forked(device):
-                seed_torch(seed, device)
-                random.seed(seed)
-                np.random.seed(seed & 0xFFFF_FFFF)
-                named = module.named_parameters()
-                result.sizes = {n: _local_size(p) for n, p in named}
+            result.sizes = {n: _local_size(p) for n, p in module.named_parameters()}
+            with FakeParameters(module, device, atoms.values()) as fakes, window_randomness(seeds, 0, device):
+                before = _python_generators()
                 with forward_context():
-                    TraceRun(module, atoms, result, fakes, answers, device).run(step)
+                    TraceRun(module, atoms, result, fakes, answers, device, seeds).run(step)
+                result.python_random = _python_generators() != before
             return result
 
         return retry(attempt, (PipelineError,))
@@ -77,7 +76,7 @@ def trace(
             first = once()
             touched = state.changed()
             if not touched:
-                contents.restore()
+                first.changed = contents.restore()
                 return first
             state.restore(_is_tracked)
             contents.restore()
@@ -88,7 +87,7 @@ def trace(
             raise
         second.warm = [e.name for e in first.events] != [e.name for e in second.events]
         state.restore(_is_tracked if second.warm else None)
-        contents.restore()
+        second.changed = contents.restore()
     second.touched = touched
     return second
 
@@ -99,6 +98,11 @@ def without_inference_tensors(batch: Any) -> Any:
         return batch
     with torch.inference_mode(False), torch.no_grad():
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, batch)
+
+
+def _python_generators() -> object:
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, bytes(keys), rest  # type: ignore[arg-type]
 
 
 def _local_size(parameter: nn.Parameter) -> int:
@@ -123,11 +127,13 @@ class _Contents:
                         found[id(x)] = x
         self._saved = [(x, x.detach().clone()) for x in found.values()]
 
-    def restore(self) -> None:
+    def restore(self) -> list[Tensor]:
+        """Put the values back; returns the tensors that had changed."""
+        changed = [(x, before) for x, before in self._saved if not torch.equal(x, before)]
         with torch.no_grad():
-            for x, before in self._saved:
-                if not torch.equal(x, before):
-                    x.copy_(before)
+            for x, before in changed:
+                x.copy_(before)
+        return [x for x, _ in changed]
 
 
 def _plain_attributes(module: nn.Module) -> list[Any]:

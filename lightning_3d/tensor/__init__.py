@@ -2,6 +2,7 @@
 
 from lightning_3d.tensor import (  # noqa: F401  (registers the rules)
     rules_attention,
+    rules_convolution,
     rules_elementwise,
     rules_matmul,
     rules_pieces,

@@ -13,9 +13,10 @@
 
 (*) of dX, shared with the other readers of X; started before dW is computed if there are none.
 
-The backward of each pair is the forward of its conjugate, so second derivatives are right too. Outputs that share
-storage with an input are detached aliases, not views: they share its version counter (in-place changes are noticed),
-form no reference cycle with it, and allow in-place operations of user code on them.
+The first two are f and g of Megatron-LM (Shoeybi et al., 2019, section 3), the sequence pair is from Korthikanti et al.
+(2022, section 4.2.2). The backward of each pair is the forward of its conjugate, so second derivatives are right too.
+Outputs that share storage with an input are detached aliases, not views: they share its version counter (in-place
+changes are noticed), form no reference cycle with it, and allow in-place operations of user code on them.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ def _enter(x: Tensor, group: TensorGroup) -> tuple[Tensor, _FanOut]:
 
     Never on a leaf: a Parameter would keep the memo beyond the step.
     """
+    assert not getattr(type(x), "shows_global_shape", False), "a cut tensor where a whole one is expected"
     memo = None if x.is_leaf else x.__dict__.get("_tp_entry")
     if memo is not None and memo[1] == x._version and memo[2] is group:
         inside, fan = memo[0], memo[3]

@@ -2,7 +2,7 @@
 
 The first weight that meets a whole input is *assumed* column-parallel: its output becomes a `ShardedTensor`, and
 the rules carry the cut through the user's own code. A weight that meets a cut input at its contraction is row-parallel.
-What the rules cannot carry raises `Refuted`; the search (plan.py) then changes the assumption and follows again.
+What the rules cannot carry raises `Refuted`; the search (search.py) then changes the assumption and follows again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -20,18 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_3d.probe import VALUE_READS, Answers
 from lightning_3d.tensor.decisions import Decision
 from lightning_3d.tensor.facts import Facts
-from lightning_3d.tensor.group import TensorGroup, is_shape_only
+from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.operands import along_sequence, tensors_in
 from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.registry import Args, Kwargs
 from lightning_3d.tensor.resolve import reentered
-from lightning_3d.tensor.sharded import (
-    ShardedTensor,
-    along_sequence,
-    is_sharded,
-    local,
-    merged_sources,
-    tensors_in,
-)
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources
+from lightning_3d.tensor.weights import WEIGHT_OPS, base_parameter, dim_in_base, einsum_with_weight, grouped_mm
 
 
 class Refuted(BaseException):
@@ -53,19 +47,6 @@ class Refuted(BaseException):
 
 class Again(BaseException):
     """A weight was decided after parts of it had been used: follow the code again, knowing the decision."""
-
-
-# operation -> (position of the weight, its output dim, its contraction dim)
-_WEIGHT_OPS: dict[str, tuple[int, int, int]] = {
-    "linear": (1, 0, -1),
-    "matmul": (1, -1, -2),
-    "__matmul__": (1, -1, -2),
-    "mm": (1, -1, -2),
-    "bmm": (1, -1, -2),
-    "addmm": (2, -1, -2),
-    "grouped_mm": (1, -1, -2),
-    "_grouped_mm": (1, -1, -2),
-}
 
 
 class Beliefs:
@@ -132,11 +113,13 @@ class Follow(TorchFunctionMode):
                 return reentered(func)(*args, **kwargs)
         if name == "embedding":
             self._decide_embedding(args, kwargs)
-        elif name in _WEIGHT_OPS:
+        elif name == "einsum":
+            self._decide_einsum(args)
+        elif name in WEIGHT_OPS:
             self._decide(name, args, kwargs)
             self._decide_bias(name, args, kwargs)
         args, kwargs = tree_map_only(nn.Parameter, self._shown, (tuple(args), kwargs))
-        out = _grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
+        out = grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
         if isinstance(out, Tensor) and (not is_sharded(out) or along_sequence(out)):
             self._trace_pair(name, args, kwargs, out)
         return out
@@ -147,7 +130,8 @@ class Follow(TorchFunctionMode):
         If it is then added to a cut activation (a low-rank adapter beside a large layer), the smaller one gives way.
         """
         found = tensors_in(args, kwargs)
-        if name in _WEIGHT_OPS and self.last is not None and self.decisions[self.last].kind == "row":
+        multiplied = name in WEIGHT_OPS and self.last in self.decisions
+        if multiplied and self.last is not None and self.decisions[self.last].kind == "row":
             sources = merged_sources(found)
             if self.last in sources:
                 self.pairs[out] = sources
@@ -199,7 +183,7 @@ class Follow(TorchFunctionMode):
             self.decisions[key] = Decision("vocab", cut, "embedding, cut over the tokens")
 
     def _decide(self, name: str, args: Args, kwargs: Kwargs) -> None:
-        position, out_dim, in_dim = _WEIGHT_OPS[name]
+        position, out_dim, in_dim = WEIGHT_OPS[name]
         weight: Any = args[position] if len(args) > position else kwargs.get("weight", kwargs.get("mat2"))
         x: Any = args[position - 1] if len(args) > position - 1 else kwargs.get("input")
         parameter = base_parameter(weight)
@@ -225,6 +209,35 @@ class Follow(TorchFunctionMode):
         if weight is not parameter and self.decisions[key].placement is not None:
             raise Again
 
+    def _decide_einsum(self, args: Args) -> None:
+        """`einsum("btd,dhk->bthk", x, weight)`: outputs are the indices only the weight and the result have."""
+        form = einsum_with_weight(args)
+        if form is None:
+            return
+        weight, x, own, other, result = form
+        key = self._key(weight)
+        if key is None or weight.ndim < 2 or self._start(key) is not None:
+            return
+        demand = self.facts.demands.get(key)
+        shared = [d for d, letter in enumerate(own) if letter in other and letter not in result]
+        if isinstance(x, ShardedTensor) and not along_sequence(x):
+            if demand in ("column", "vocab"):
+                raise Refuted(x.sources, f"{key} is demanded as {demand!r}, and its input must be whole")
+            inner = own.find(other[x.placement.dim])
+            if inner in shared and not x.placement.padding:
+                self.used.update((source, key) for source in x.sources)
+                self.decisions[key] = Decision("row", x.placement.at(inner), _reads(x.sources))
+            return
+        if demand == "row":
+            if not shared:
+                raise Refuted(frozenset([key]), "no index of it is summed over")
+            self.decisions[key] = self._demanded_row(key, weight.shape[shared[0]], shared[0])
+            return
+        outputs = [d for d, letter in enumerate(own) if letter in result and letter not in other]
+        if outputs:
+            best = next((d for d in outputs if weight.shape[d] % self.group.size == 0), outputs[0])
+            self.decisions[key] = self._meets_whole(key, weight.shape[best], best, head=False)
+
     def _meets_cut(self, key: str, x: ShardedTensor, inner: int, before: Decision | None) -> None:
         """A weight on a cut input: row-parallel if the cut is along the contraction."""
         cut, demand = x.placement, self.facts.demands.get(key)
@@ -233,7 +246,7 @@ class Follow(TorchFunctionMode):
         if cut.dim == x.ndim - 1 and not cut.padding:
             self.used.update((source, key) for source in x.sources)
             if before is None:
-                self.decisions[key] = Decision("row", cut.at(inner), f"reads the cut output of {_list(x.sources)}")
+                self.decisions[key] = Decision("row", cut.at(inner), _reads(x.sources))
             elif before.placement is None or not before.placement.like(cut):
                 raise Refuted(x.sources, f"{key} reads inputs that are cut differently")
         elif before is None:
@@ -283,39 +296,9 @@ class Follow(TorchFunctionMode):
                 raise Again
 
 
-def _grouped_mm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Without values torch can follow grouped_mm only in bfloat16; the shapes are the same."""
-    dtype = args[0].dtype
-    if dtype == torch.bfloat16 or not is_shape_only(local(args[1])):
-        return func(*args, **kwargs)
-    return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(dtype)
-
-
 def _is_meta(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_meta
 
 
-def _list(keys: frozenset[str]) -> str:
-    return ", ".join(sorted(keys))
-
-
-def base_parameter(x: Any) -> nn.Parameter | None:
-    """The parameter that `x` is, or is a view of."""
-    if not isinstance(x, torch.Tensor) or is_sharded(x):
-        return None
-    if isinstance(x, nn.Parameter):
-        return x
-    return x._base if isinstance(x._base, nn.Parameter) else None
-
-
-def dim_in_base(view: Tensor, base: Tensor, dim: int) -> int | None:
-    """Which dim of `base` a dim of its view is, found by the strides; None if that is not clear."""
-    dim %= view.ndim
-    if view is base:
-        return dim
-    same = [
-        d
-        for d in range(base.ndim)
-        if base.stride(d) == view.stride(dim) and base.shape[d] >= view.shape[dim] and base.shape[d] > 1
-    ]
-    return same[0] if len(same) == 1 else None
+def _reads(keys: frozenset[str]) -> str:
+    return f"reads the cut output of {', '.join(sorted(keys))}"

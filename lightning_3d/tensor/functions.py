@@ -14,9 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_3d.probe.intercept import original_apply
+from lightning_3d.tensor.operands import derive
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import OWN_RULES, Args, Kwargs
-from lightning_3d.tensor.sharded import ShardedTensor, derive, fall_back, is_sharded
+from lightning_3d.tensor.sharded import ShardedTensor, fall_back, is_sharded
 
 _verdicts: dict[Any, bool] = {}
 

@@ -19,8 +19,9 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup, as_group
+from lightning_3d.tensor.operands import along_sequence, partial_to_whole, sequence_to_whole
 from lightning_3d.tensor.placement import Placement
-from lightning_3d.tensor.sharded import ShardedTensor, along_sequence, partial_to_whole, sequence_to_whole, whole
+from lightning_3d.tensor.sharded import ShardedTensor, whole
 
 Cuts = dict[str, tuple[Placement, frozenset[str]]]
 """Parameter of a module -> (how it is cut, its full name as source)."""

@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_3d.probe.intercept import original_apply
 from lightning_3d.tensor.group import TensorGroup, is_shape_only
-from lightning_3d.tensor.sharded import ShardedTensor, unpadded_rows, whole
+from lightning_3d.tensor.operands import unpadded_rows
+from lightning_3d.tensor.sharded import ShardedTensor, whole
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

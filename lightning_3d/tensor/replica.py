@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_3d.errors import TensorPlanError
 
@@ -31,10 +32,18 @@ def exact_copy(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(_widened(parameter), requires_grad=parameter.requires_grad)
     shells = {}
+    for metric in [m for m in module.modules() if isinstance(m, Metric)]:
+        # a metric's methods are bound to it when it is made; its own copy binds them anew. It must not talk to others.
+        memo[id(metric)] = alone = copy.deepcopy(metric)
+        alone.distributed_available_fn = _never
+        memo.update({id(part): part for part in metric.modules() if part is not metric})
     for child in module.modules():
+        if id(child) in memo:
+            continue
         shells[id(child)] = memo[id(child)] = object.__new__(type(child))
     for child in module.modules():
-        _fill(shells[id(child)], child, memo)
+        if id(child) in shells:
+            _fill(shells[id(child)], child, memo)
     root: nn.Module = shells[id(module)]
     silence_logging(root)
     return root
@@ -49,6 +58,10 @@ def silence_logging(module: nn.Module) -> None:
 
 def _ignore(*_: Any, **__: Any) -> None:
     return None
+
+
+def _never() -> bool:
+    return False
 
 
 def _widened(tensor: Tensor) -> Tensor:

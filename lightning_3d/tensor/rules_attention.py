@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.collectives import copy_in, slice_overlapping
+from lightning_3d.tensor.operands import localize, take
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, bind, register_rule
 from lightning_3d.tensor.rules_random import rank_stream
-from lightning_3d.tensor.sharded import ShardedTensor, localize, merged_sources, take
+from lightning_3d.tensor.sharded import ShardedTensor, merged_sources
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.tensor.operands import align, derive, localize, tensors_in
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, first, register_rule, words
-from lightning_3d.tensor.sharded import (
-    ShardedTensor,
-    align,
-    derive,
-    is_sharded,
-    localize,
-    merged_sources,
-    tensors_in,
-)
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources
 
 # Padding rows are zero. An operation whose slope at zero is not finite would turn their zero gradient into NaN, which a
 # later matmul spreads; then gather instead (gathering drops the padding).

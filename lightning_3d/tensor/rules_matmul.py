@@ -20,20 +20,10 @@ from torch import Tensor
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.collectives import copy_in
 from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.operands import along_sequence, derive, localize, partial_to_whole, sequence_to_whole, take
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, bind, register_rule
-from lightning_3d.tensor.sharded import (
-    ShardedTensor,
-    along_sequence,
-    derive,
-    is_sharded,
-    localize,
-    merged_sources,
-    partial_to_whole,
-    sequence_to_whole,
-    take,
-    whole,
-)
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources, whole
 
 
 def _no_padded_contraction(cut: Placement) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.tensor.operands import align, derive, localize
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
-from lightning_3d.tensor.sharded import ShardedTensor, align, derive, is_sharded, localize, merged_sources
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources
 
 
 def _segments_of(cut: Placement, sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:

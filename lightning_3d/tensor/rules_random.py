@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.group import TensorGroup, is_shape_only
+from lightning_3d.tensor.operands import derive
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, words
-from lightning_3d.tensor.sharded import ShardedTensor, derive
+from lightning_3d.tensor.sharded import ShardedTensor
 
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring ranks over the seed space
 
@@ -33,7 +34,7 @@ def rank_stream(group: TensorGroup, x: Tensor) -> Iterator[None]:
         yield
         return
     # a draw from the CPU generator: reading it does not wait for a device
-    seed = int(torch.empty((), dtype=torch.int64).random_(0, 2**62))
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 2**62))
     module = torch.get_device_module(x.device) if x.device.type != "cpu" else torch.random
     state = module.get_rng_state() if x.device.type == "cpu" else module.get_rng_state(x.device)
     own = (seed + _GOLDEN * (group.rank + 1)) % 2**63

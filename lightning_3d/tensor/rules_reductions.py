@@ -9,13 +9,15 @@ from torch import Tensor
 
 from lightning_3d.comm import Reduction
 from lightning_3d.tensor import collectives
+from lightning_3d.tensor.operands import along_sequence, derive
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule, words
 from lightning_3d.tensor.rules_elementwise import elementwise
 from lightning_3d.tensor.rules_softmax import reduced_logsumexp
-from lightning_3d.tensor.sharded import ShardedTensor, along_sequence, derive, is_sharded
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
 _KEEPS_DIM = ("topk", "sort", "argsort")
+_COMBINED = frozenset(words("sum mean nansum any all amax amin max min"))  # the parts of the ranks can be combined
 _DIM_AT = {"norm": 2, "topk": 2, "linalg_vector_norm": 2}  # position of `dim` where it is not 1
 
 
@@ -71,6 +73,8 @@ def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given:
         raise NoRule(f"{name} over the cut dim {x.placement.dim}")
     if name == "logsumexp" and dims == [x.placement.dim]:
         return reduced_logsumexp(x, argument(args, kwargs, 2, "keepdim", False))
+    if name not in _COMBINED:
+        raise NoRule(f"{name} over the cut dim {x.placement.dim}")
     part = func(x.local, *args[1:], **kwargs)
     if name in ("sum", "mean", "nansum"):
         group.conversions += 1
@@ -79,9 +83,9 @@ def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given:
     if name in ("any", "all"):
         group.conversions += 1
         return group.all_reduce(part.to(torch.uint8), "max" if name == "any" else "min").to(part.dtype)
-    if name in ("amax", "amin", "max", "min") and isinstance(part, Tensor):
-        return _extremum(x, part, dims, "max" if "max" in name else "min")
-    raise NoRule(f"{name} over the cut dim {x.placement.dim}")
+    if isinstance(part, tuple):
+        raise NoRule(f"{name} with indices over the cut dim {x.placement.dim}")
+    return _extremum(x, part, dims, "max" if "max" in name else "min")
 
 
 def _extremum(x: ShardedTensor, part: Tensor, dims: list[int], op: Reduction) -> Tensor:

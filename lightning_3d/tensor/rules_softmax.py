@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor import collectives
+from lightning_3d.tensor.operands import along_sequence, derive, unpadded_rows
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, argument, bind, first, words
-from lightning_3d.tensor.sharded import ShardedTensor, along_sequence, derive, unpadded_rows
+from lightning_3d.tensor.sharded import ShardedTensor
 
 _NLL = words("input target weight size_average ignore_index reduce reduction")
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from lightning_3d.tensor.operands import derive
 from lightning_3d.tensor.placement import NoRule, Placement, view_placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
-from lightning_3d.tensor.sharded import ShardedTensor, derive, is_sharded
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
 
 def shape_argument(args: Args, kwargs: Kwargs, name: str) -> tuple[int, ...]:

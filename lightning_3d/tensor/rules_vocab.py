@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from lightning_3d.tensor.loss import cut_cross_entropy, has_cut_form
+from lightning_3d.tensor.operands import partial_to_whole
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, bind, register_rule, words
-from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, partial_to_whole
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
 _CROSS_ENTROPY = words("input target weight size_average ignore_index reduce reduction label_smoothing")
 _EMBEDDING = words("input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup
-from lightning_3d.tensor.placement import NoRule, Placement, valid_rows
+from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, Rule, cached_handlers, words
 from lightning_3d.tensor.resolve import resolve
 
@@ -225,105 +225,10 @@ def whole(x: Tensor) -> Tensor:
     return out
 
 
-# ---------------------------------------------------------------- what rules use
 def merged_sources(tensors: Iterable[Any]) -> frozenset[str]:
     """Sources of a result that comes from several sharded tensors."""
     found = [t.sources for t in tensors if type(t) is ShardedTensor]
     return found[0] if len(found) == 1 else frozenset().union(*found)
-
-
-def derive(local: Tensor, placement: Placement, *origins: ShardedTensor) -> ShardedTensor:
-    """A result cut as given, in the group of its first origin."""
-    return ShardedTensor(local, placement, origins[0].group, merged_sources(origins))
-
-
-def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """All tensors among the arguments, one level of lists deep."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += [v for v in value if isinstance(v, Tensor)]
-    return found
-
-
-def take(x: Tensor, cut: Placement, group: TensorGroup) -> Tensor:
-    """This rank's part of a whole tensor (backward: all-gather)."""
-    if x.requires_grad and torch.is_grad_enabled():
-        group.conversions += 1
-    return collectives.scatter(x, cut, group)
-
-
-def align(operands: list[ShardedTensor]) -> tuple[int, Placement]:
-    """The common cut of operands that broadcast together: its dim counted from the right, and its placement."""
-    head = operands[0]
-    from_right, cut = head.placement.dim - head.ndim, head.placement
-    for other in operands[1:]:
-        if other.placement.dim - other.ndim != from_right or not other.placement.like(cut):
-            hints = [cut.segments, other.placement.segments]
-            raise NoRule(f"operands are cut differently: {head!r} and {other!r}", hints, kind="layout")
-        if other.placement.axis == "sequence":
-            cut = Placement(cut.dim, cut.segments, cut.padding, "sequence")
-    return from_right, cut
-
-
-def localize(x: Tensor, from_right: int, cut: Placement, group: TensorGroup) -> Tensor:
-    """The part of an operand that meets the shards of a broadcasting operation."""
-    if type(x) is ShardedTensor:
-        return x.local
-    if x.ndim >= -from_right and x.shape[from_right] == cut.length and cut.length != 1:
-        if group.on_gather is not None and from_right == -1 and x.requires_grad and not _from_parameter(x):
-            # legal, but a bad plan: the residual stream would become cut along the features
-            raise NoRule("it is combined with a whole activation along the features (a residual stream)", partner=x)
-        return take(x, cut.at(x.ndim + from_right), group)
-    return collectives.copy_in(x, group)
-
-
-def _from_parameter(x: Tensor) -> bool:
-    return isinstance(x, torch.nn.Parameter) or isinstance(x._base, torch.nn.Parameter)
-
-
-def partial_to_whole(x: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of all ranks' partial results `x` (fresh, held by nobody else).
-
-    Collectives: one all-reduce of x (backward: none); with sequence parallelism a reduce-scatter (backward: all-gather)
-    that leaves the sum cut along the sequence.
-    """
-    dim = group.sequence_dim
-    if dim is not None and x.ndim >= 3 and x.shape[dim] % group.size == 0:
-        dim %= x.ndim
-        cut = Placement(dim, (x.shape[dim],), 0, "sequence")
-        return ShardedTensor(collectives.sequence_scatter(x, dim, group), cut, group)
-    return collectives.reduce_out(x, group, fresh=True)
-
-
-def along_sequence(x: Any) -> bool:
-    """Cut along the sequence by sequence parallelism."""
-    return type(x) is ShardedTensor and x.placement.axis == "sequence"
-
-
-def sequence_to_whole(x: ShardedTensor) -> Tensor:
-    """The whole input of a column layer from its sequence shards, shared by all layers that read it.
-
-    Collectives: one all-gather of x (backward: reduce-scatter).
-    """
-    memo: Tensor | None = getattr(x, "_gathered", None)
-    tracked = x.local.requires_grad and torch.is_grad_enabled()
-    if memo is None or memo.requires_grad != tracked:
-        dim, count = x.placement.dim, len(x.placement.segments)
-        if count == 1:
-            memo = collectives.sequence_gather(x.local, dim, x.group)
-        else:  # flattened with an outer dim, (batch * sequence)
-            memo = collectives.sequence_gather(x.local.unflatten(dim, (count, -1)), dim + 1, x.group)
-            memo = memo.flatten(dim, dim + 1)
-        x._gathered = memo  # type: ignore[attr-defined]
-    return memo
-
-
-def unpadded_rows(x: ShardedTensor) -> int:
-    """How many of this rank's rows along the cut dim are not padding."""
-    return valid_rows(x.placement, x.group.rank, x.group.size)
 
 
 # ---------------------------------------------------------------- hot methods skip the torch-function machinery

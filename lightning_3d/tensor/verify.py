@@ -22,11 +22,11 @@ from lightning_3d.probe import intercept_functions
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import TensorGroup
-from lightning_3d.tensor.plan import Step
 from lightning_3d.tensor.registry import RULES, Args, Kwargs, words
 from lightning_3d.tensor.replica import exact_copy, redraw
 from lightning_3d.tensor.resolve import reentered
 from lightning_3d.tensor.rewrite import rewrite
+from lightning_3d.tensor.search import Step
 from lightning_3d.tensor.sharded import is_sharded
 from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
 

@@ -183,6 +183,14 @@ def _tail(net: Net, batch: Any, batch_idx: int) -> Tensor:
     return loss + torch.unique(out.argmax(-1)).numel() * 0.01
 
 
+def _layer_drop(net: Net, x: Tensor) -> Tensor:
+    x = net.inp(x)
+    for block in net.blocks:
+        if torch.rand(()).item() < 0.5:
+            x = torch.tanh(block(x))
+    return net.out(x)
+
+
 class HookedInside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -253,10 +261,11 @@ WORKS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     "recurrent": Recurrent,
+    "layer_drop": net(_layer_drop),
     "compiled_blocks": net(block=lambda: torch.compile(nn.Linear(16, 16), backend="eager")),
 }
 SAME_NUMBERS_AS_PLAIN = set(WORKS) - {
-    "checkpoint_segments_with_dropout", "local_noise", "dropout", "dropout_in_glue", "compiled_blocks"
+    "layer_drop", "checkpoint_segments_with_dropout", "local_noise", "dropout", "dropout_in_glue", "compiled_blocks"
 }  # fmt: skip
 
 
@@ -347,14 +356,6 @@ def _twice(net: Net, batch: Any, batch_idx: int) -> Tensor:
     return (net(batch[0]) - net(batch[0].flip(0))).pow(2).mean()
 
 
-def _layer_drop(net: Net, x: Tensor) -> Tensor:
-    x = net.inp(x)
-    for block in net.blocks:
-        if torch.rand(()).item() < 0.5:
-            x = torch.tanh(block(x))
-    return net.out(x)
-
-
 def _alternating(net: Net, batch: Any, batch_idx: int) -> Tensor:
     x = net.inp(batch[0])
     return F.cross_entropy(net.out(x if batch_idx % 2 else net.blocks[0](x)), batch[1])
@@ -381,7 +382,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     ),
     "two_walks": (net(step=_twice), PipelineError, "walks through the model 2 times"),
     "one_piece": (lambda: Net(lambda n, x: n.out(x[:, :16]), _linear), PipelineError, "only 1 piece: out"),
-    "layer_drop": (net(_layer_drop), DivergedError, "took another path"),
     "branch_on_values": (net(_each(_taken_branch)), DivergedError, r"blocks\.3"),
     "no_loss": (net(step=lambda net, b, i: {"los": net(b[0]).mean()}), PipelineError, r"\['los'\]"),
 }

@@ -116,6 +116,10 @@ def test_unused_parameters_find_a_stage() -> None:
     held = [{"p0"}, {"p1"}]
     place_unused(made, held, [(f"copy.{i}", [f"copy.{i}"]) for i in range(4)])
     assert held == [{"p0", "copy.0", "copy.1"}, {"p1", "copy.2", "copy.3", "loose"}]
+    made.sizes = {f"net.{i}": 1 for i in range(6)}
+    held = [{"net.1", "net.2"}, {"net.4"}]  # skipped blocks stay in line
+    place_unused(made, held, [(f"net.{i}", [f"net.{i}"]) for i in range(6)])
+    assert held == [{"net.0", "net.1", "net.2", "net.3"}, {"net.4", "net.5"}]
 
 
 def _traced(module: nn.Module, batch: Any, stages: int = 2) -> Trace:
@@ -175,10 +179,20 @@ def test_u_shaped_skips_cross_as_values() -> None:
     assert list(partition.receives[2]) == [0, 1]
 
 
-@pytest.mark.parametrize("make", [MLP, GPT, UNet, HiddenStates])
+class Counts(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.add_(1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [MLP, GPT, UNet, HiddenStates, Counts])
 def test_the_trace_leaves_no_trace(make: type[nn.Module]) -> None:
-    name = {MLP: "mlp", GPT: "gpt", UNet: "unet", HiddenStates: "hidden_states"}[make]
-    module, batch = build(name), batch_of(name, 2)
+    name = {MLP: "mlp", GPT: "gpt", UNet: "unet", HiddenStates: "hidden_states", Counts: "mlp"}[make]
+    module, batch = build(make), batch_of(name, 2)
 
     def attributes() -> dict[str, Any]:
         return {f"{n}.{k}": v for n, m in module.named_modules() for k, v in m.__dict__.items()}

@@ -19,13 +19,13 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_3d.errors import ConfigurationError, DivergedError, PipelineError
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline import AbsentParameter, PipelineRunner, is_absent
+from lightning_3d.pipeline import AbsentParameter, PipelineRunner, is_absent, simulate
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.testing import preload, relative_error, run_distributed
 from tests.pipeline import reference
-from tests.pipeline.zoo import GPT, MLP, batch_of, build
+from tests.pipeline.zoo import GPT, MLP, Lift, batch_of, build
 
-preload("tests.pipeline.zoo", "lightning_3d.pipeline", "torchmetrics.classification")
+preload("transformers", "tests.pipeline.zoo", "lightning_3d.pipeline", "torchmetrics.classification")
 
 
 def _mesh(pp: int = 2) -> Mesh:
@@ -288,6 +288,101 @@ def _random_numbers() -> None:
         assert all(p.grad is None for p in frozen)
 
 
+# -- paths that depend on values all ranks know
+class Drops(MLP):
+    """LayerDrop, a counter, and a branch on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.calls: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.calls.append(batch_idx)
+        x, y = batch
+        for layer in self.net:
+            square = isinstance(layer, nn.Sequential)
+            if square and torch.rand(()).item() < 0.5:
+                continue
+            x = layer(x)
+        if bool((y == 0).any()):
+            x = x * 2
+        return F.cross_entropy(x, y)
+
+
+def _paths() -> None:
+    mesh, batch = _mesh(), batch_of("mlp", 6)
+    runner = _runner(build(Drops), mesh, batch)
+    alone = build(Drops)
+    total = {n: torch.zeros_like(p) for n, p in alone.named_parameters()}
+    for k in range(3):
+        runner.train_step(batch, k)
+        uncut = simulate(alone, 1, batch, num_microbatches=3, step_number=k)
+        for n, g in uncut.gradients.items():
+            total[n] += 0 if g is None else g
+    for n, p in alone.named_parameters():
+        p.grad = total[n]
+    assert reference.worst_gradient(dict(runner.parameters), alone)[0] <= 1e-9
+    assert len(next(iter(runner._partitions.values()))) > 1
+    assert int(runner.module.steps) == 9
+    assert runner.module.calls == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def _padding() -> None:
+    """Hugging Face models make no mask at all when nothing is padded."""
+    mesh, batch = _mesh(), batch_of("llama", 6)
+    batch["attention_mask"][2:4] = 1
+    module, plain = build("llama"), build("llama")
+    runner = _runner(module, mesh, batch, forward_context=Lift)
+    runner.train_step(batch, 0)
+    parts, sizes = split_with_sizes(batch, 3)
+    reference.train(plain, parts, [s / 6 for s in sizes])
+    assert reference.worst_gradient(dict(runner.parameters), plain)[0] <= 1e-9
+    assert sorted(map(len, runner._partitions.values())) == [2], "two paths for one shape"
+
+
+class ByLoader(MLP):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.net[:-1] if dataloader_idx else self.net:
+            x = layer(x)
+        if batch_idx == 1:  # after the last module the path may be any
+            self.log("extra", x.pow(2).mean())
+        return x
+
+
+def _loaders() -> None:
+    mesh, batch = _mesh(), batch_of("mlp", 6)
+    module, plain = build(ByLoader), build(ByLoader)
+    runner = _runner(module, mesh, batch)
+    for args in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        with torch.no_grad():
+            result = runner.evaluate("validation_step", batch, *args)
+            plain.log = lambda *a: None
+            want = plain.validation_step(batch, *args)
+        if mesh.is_last_stage:
+            assert relative_error(result.outputs, want) <= 1e-9
+            assert [e.name for e in result.logs] == ["extra"] * args[0]
+
+
+def _autocast() -> None:
+    """Entered around every forward window, not around the backward."""
+    mesh, batch = _mesh(), batch_of("mlp", 6)
+    batch = (batch[0].float(), batch[1])
+    module, plain = build("mlp").float(), build("mlp").float()
+    runner = _runner(module, mesh, batch, forward_context=lambda: torch.autocast("cpu", torch.bfloat16))
+    runner.train_step(batch, 0)
+    meta = next(iter(runner._partitions.values()))[0].trace.meta
+    assert {m.dtype for m in meta.values()} == {torch.bfloat16, torch.float32}
+    for part in split_with_sizes(batch, 3)[0]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(plain(part[0]), part[1])
+        (loss / 3).backward()
+    worst, where = reference.worst_gradient(dict(runner.parameters), plain)
+    assert worst <= 1e-6, where
+
+
 # -- errors, the same on every rank, without hanging
 class Alternates(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -348,7 +443,20 @@ def _named_split() -> None:
     assert reference.worst_gradient(dict(runner.parameters), plain)[0] <= 1e-9
 
 
-TWO_STAGES = (_hooks, _metrics, _absent, _looks, _random_numbers, _named_split, _errors, _diverged)
+TWO_STAGES = (
+    _hooks,
+    _metrics,
+    _absent,
+    _looks,
+    _random_numbers,
+    _named_split,
+    _paths,
+    _padding,
+    _loaders,
+    _autocast,
+    _errors,
+    _diverged,
+)
 
 
 def _run_all() -> None:

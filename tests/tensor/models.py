@@ -255,6 +255,22 @@ class Conv1DNet(nn.Module):
         return torch.addmm(self.b2, F.gelu(h), self.w2).view(x.shape)
 
 
+class Einsum(nn.Module):
+    """Attention written with einsum and weights kept per head, in a ParameterList."""
+
+    def __init__(self, d: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        size = d // heads
+        self.qkv = nn.ParameterList([nn.Parameter(0.3 * torch.randn(d, heads, size)) for _ in range(3)])
+        self.out = nn.Parameter(0.3 * torch.randn(heads, size, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("btd,dhk->bhtk", x, w) for w in self.qkv)
+        weights = torch.einsum("bhqk,bhsk->bhqs", q, k).softmax(-1)
+        y = torch.einsum("bhqs,bhsk->bqhk", weights, v)
+        return x + torch.einsum("bqhk,hkd->bqd", y, self.out)
+
+
 class CrossAttention(nn.Module):
     """nn.TransformerDecoder: packed in-projection, self- and cross-attention."""
 
@@ -296,4 +312,5 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Step, float]] = {
     "custom_function": (CustomFunction, mean_square, 0.98),
     "lora": (LoRA, mean_square, 0.95),
     "conv1d": (Conv1DNet, mean_square, 0.99),
+    "einsum": (lambda: nn.Sequential(nn.LayerNorm(32), Einsum()), mean_square, 0.98),
 }

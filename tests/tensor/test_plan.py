@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor import Decision, Placement, TensorPlan, plan_tensor_parallel, verify_tensor_plan
-from tests.tensor.models import MLP, Block, Gated, GatedFused, NanoGPT, mean_square, next_token, values
+from tests.tensor.models import MLP, Block, Einsum, Gated, GatedFused, NanoGPT, mean_square, next_token, values
 
 # ---------------------------------------------------------------- overrides
 
@@ -285,3 +285,19 @@ def test_a_lightning_module_without_a_trainer() -> None:
 def test_a_gated_block_shares_its_input() -> None:
     plan = plan_tensor_parallel(Gated(), mean_square, 4)
     assert [plan.decisions[f"{n}.weight"].kind for n in ("gate", "up", "down")] == ["column", "column", "row"]
+
+
+def test_demands_on_einsum_weights() -> None:
+    step = mean_square
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(32), Einsum())
+
+    plan = plan_tensor_parallel(model(), step, 2, overrides={"1.out": "row", "1.qkv.0": "replicate"})
+    assert plan.decisions["1.qkv.0"].kind == "replicated"
+    assert plan.decisions["1.qkv.1"].placement == Placement(1, (4,))
+    assert plan.decisions["1.out"].placement == Placement(0, (4,))
+    mixed = model()
+    assert verify_tensor_plan(mixed, plan, step).worst < 1e-9
+    with pytest.raises(TensorPlanError, match=r"'1\.out': 'column' cannot be done|demanded as 'column'"):
+        plan_tensor_parallel(model(), step, 2, overrides={"1.qkv.*": "column", "1.out": "column"})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ def one_op(x: Tensor, cut_dim: int, rng: random.Random) -> tuple[str, Op]:
         "softmax": lambda t: t.softmax(d),
         "sum": lambda t: t.sum(d, keepdim=True) if d != cut_dim else t.amax(d),
         "var": lambda t: t.var(d, True) if length > 1 else t,
-        "topk": lambda t: t.topk(1, d).values,
+        "topk": lambda t: t.topk(stop, d).values,
+        "sort": lambda t: t.sort(d).values,
         "max": lambda t: t.max(d, True)[0],
         "norm": lambda t: t.norm(dim=d, keepdim=bool(e % 2)),
         "unbind": lambda t: t.unbind(d)[chosen],
@@ -183,6 +185,22 @@ POINTWISE: list[Callable[..., Tensor]] = [
     lambda x, y: assigned(y, (0,), x[0] * 2),  # a whole tensor takes a cut one: gathers
     lambda x, y: y.clone().add_(x),
 ]
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("cut", [Placement(1, (8,)), Placement(1, (4, 4)), Placement(0, (2,)), Placement(2, (6,))])
+def test_depthwise_convolution(cut: Placement, repeats: int) -> None:
+    generator = torch.Generator().manual_seed(9)
+    x, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((2, 8, 6), (8 * repeats, 1, 3), (8 * repeats,))
+    )
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv1d(x, w, b, padding=1, groups=8) + F.conv1d(x, weight=w, padding=1, groups=8)
+
+    with pytest.warns(UserWarning, match="conv1d over the cut dim") if cut.dim == 2 else nullcontext():
+        compare(function, [x, weight, bias], [cut, None, None], 2)
 
 
 REDUCTIONS: list[Callable[[Tensor], Tensor]] = [

@@ -1,0 +1,246 @@
+"""WHO is to blame, and what next?  The search for a plan: follow the user's step, refute, believe something else.
+
+Every refutation removes one (weight, segmentation), so the search comes to an end; refutations come early in the
+forward, so most runs are short.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.probe import Answers, ModuleState, intercept_functions, retry
+from lightning_3d.tensor.decisions import Decision, TensorPlan
+from lightning_3d.tensor.facts import Facts
+from lightning_3d.tensor.follow import Again, Beliefs, Follow, Refuted
+from lightning_3d.tensor.functions import function_guard
+from lightning_3d.tensor.group import dry_group
+from lightning_3d.tensor.operands import along_sequence
+from lightning_3d.tensor.placement import NoRule
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
+
+Step = Callable[[Any], Any]
+_MOST_RUNS = 400
+_FATAL = (DynamicOutputShapeException, DataDependentOutputException, TensorPlanError)  # no other answer cures them
+
+
+class Search:
+    """What is believed, and the runs that change it.
+
+    Args:
+        module: The model, whole.
+        step: Runs the user's step.
+        size: Number of ranks.
+        facts: Names and demands.
+        sequence: Row layers leave their output cut along the sequence.
+        strict: No reductions over cut features.
+        smallest_vocabulary: Embeddings and heads with fewer rows stay whole.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: Step,
+        size: int,
+        facts: Facts,
+        sequence: bool,
+        strict: bool,
+        smallest_vocabulary: int,
+    ) -> None:
+        self.module, self.step, self.facts = module, step, facts
+        self.smallest_vocabulary = smallest_vocabulary
+        self.group = dry_group(size, sequence_dim=-2 if sequence else None)
+        self.group.strict = strict
+        self.group.on_gather, self.group.on_whole = self._on_gather, self._on_whole
+        self.beliefs = Beliefs()
+        self.tried: dict[str, list[tuple[int, ...]]] = {}
+        self.history: dict[str, list[str]] = {}
+        self.not_heads: set[str] = set()
+        self.heads: set[str] = set()
+        self.delivered: set[str] = set()  # sources of activations that were gathered
+        self.follow: Follow
+        self.runs = 0
+        for key, demand in facts.demands.items():
+            if demand == "replicate":
+                self.beliefs.replicated[key] = f"demanded by {facts.demanded_by[key]!r}"
+
+    # ------------------------------------------------------------ runs
+    def settle(self, names: dict[int, str]) -> TensorPlan:
+        """Follow until nothing is refuted.
+
+        Args:
+            names: `id` of the parameters that are in place now -> key.
+        """
+        state = ModuleState(self.module)
+        while True:
+            self.runs += 1
+            assert self.runs <= _MOST_RUNS, "the tensor planner does not come to an end"
+            self.heads.clear()
+            self.group.conversions = 0
+            self.delivered.clear()
+            try:
+                retry(lambda answers: self._once(names, answers), _FATAL)
+                self._check_ends()
+            except Again:
+                self.beliefs.pinned = dict(self.follow.decisions)
+                continue
+            except Refuted as refuted:
+                self.beliefs.pinned = {}
+                self._learn(refuted)
+                continue
+            finally:
+                state.restore()
+            return self._plan()
+
+    def _once(self, names: dict[int, str], answers: Answers) -> None:
+        """One run of the user's step."""
+        self.follow = Follow(self.facts, self.beliefs, names, self.group, self.smallest_vocabulary, answers)
+        with warnings.catch_warnings(), intercept_functions(function_guard, 1), self.follow:
+            warnings.simplefilter("ignore")
+            output = self.step(self.module)
+        if isinstance(output, Mapping):
+            output = dict(output)
+        for leaf in tree_leaves(output):
+            if is_sharded(leaf) and not along_sequence(leaf):
+                self.heads |= leaf.sources
+
+    # ------------------------------------------------------------ refutation
+    def _on_gather(self, sources: frozenset[str], name: str, why: NoRule, operands: Sequence[ShardedTensor]) -> None:
+        """An operation without a rule met a cut activation."""
+        blamed = frozenset(sources)
+        if not blamed:  # only sequence parallelism: gathering is right
+            return
+        if len(blamed) == 1 and self._may_end_here(next(iter(blamed)), why):
+            self.heads |= blamed
+            return
+        pair = self.follow.pairs.get(why.partner, frozenset()) if why.partner is not None else frozenset()
+        groups = {x.sources for x in operands if x.sources}
+        if pair and sum(map(self.facts.elements, pair)) < sum(map(self.facts.elements, blamed)):
+            blamed = frozenset(k for k in pair if self.follow.decisions[k].kind == "column")
+        elif len(groups) > 1:  # operands disagree: give up the cheapest first (key/value heads before the query)
+            free = [g for g in groups if not g & self.facts.demands.keys()] or list(groups)
+            blamed = min(free, key=lambda g: sum(map(self.facts.elements, g)))
+        shapes = ", ".join(str(tuple(x.shape)) for x in operands)
+        raise Refuted(self._culprit(blamed), f"{name} of {shapes}: {why}", why.hints, why.kind)
+
+    def _on_whole(self, cut: ShardedTensor, gathered: Tensor) -> None:
+        self.delivered |= cut.sources
+        if cut in self.follow.pairs:
+            self.follow.pairs[gathered] = self.follow.pairs[cut]
+
+    def _culprit(self, blamed: frozenset[str]) -> frozenset[str]:
+        """Of several assumptions that met: the earliest one the user did not demand; the later get another chance."""
+        free = blamed - self.facts.demands.keys() or blamed
+        order = self.follow.order
+        return frozenset([min(free, key=lambda k: order.index(k) if k in order else len(order))])
+
+    def _may_end_here(self, key: str, why: NoRule) -> bool:
+        """Cut logits may be gathered: the vocabulary, or the last weight with many outputs."""
+        if self.follow.decisions[key].kind == "vocab":
+            return True
+        last = self.follow.last == key and key not in self.not_heads
+        return last and self._like_head(key) and why.kind != "layout" and why.partner is None
+
+    def _like_head(self, key: str) -> bool:
+        decision, shape = self.follow.decisions[key], self.facts.shapes[key]
+        if decision.kind == "vocab" or self.facts.demands.get(key) == "vocab":
+            return True
+        assert decision.placement is not None
+        return len(shape) == 2 and shape[decision.placement.dim] >= 2 * shape[1 - decision.placement.dim]
+
+    def _check_ends(self) -> None:
+        """Every column weight must have reached a row weight, unless it is a head."""
+        follow = self.follow
+        ends = {k for k in self.heads if follow.decisions[k].kind != "vocab"}
+        wrong = {k for k in ends if follow.last != k or not self._like_head(k)}
+        self.not_heads |= wrong
+        columns = {k for k, d in follow.decisions.items() if d.kind == "column" and k in follow.order}
+        delivered = {k for k in self.delivered if k in self.facts.demands}
+        lonely = {
+            k
+            for k in columns - follow.used.keys() - self.heads - delivered
+            if not (follow.last == k and self._like_head(k))
+        }
+        unmet = (wrong - delivered) or lonely
+        if unmet:
+            raise Refuted(frozenset(unmet), "its cut output never reaches a row-parallel layer")
+        for key, demand in self.facts.demands.items():
+            if demand != "replicate" and key not in follow.order:
+                raise TensorPlanError(
+                    f"override {self.facts.demanded_by[key]!r}: {demand!r}, but {_plain(key)} "
+                    f"{self.facts.shapes[key]} is not used as the weight of a matrix product or an embedding in this "
+                    "step. Only 'replicate' is possible for it."
+                )
+
+    def _learn(self, refuted: Refuted) -> None:
+        """Another segmentation of the blamed weights, else they stay whole."""
+        for key in refuted.keys:
+            decision = self.follow.decisions.get(key)
+            segments = self._other_segments(key, decision, refuted)
+            self.history.setdefault(key, []).append(refuted.reason)
+            if segments is not None:
+                self.tried.setdefault(key, []).append(segments)
+                self.beliefs.segments[key] = segments
+                continue
+            demand = self.facts.demands.get(key)
+            if demand not in (None, "replicate"):
+                raise TensorPlanError(
+                    f"override {self.facts.demanded_by[key]!r}: {demand!r} cannot be done for {_plain(key)} of shape "
+                    f"{self.facts.shapes[key]} over {self.group.size} ranks: {refuted.reason}. Remove the override, or "
+                    "use 'replicate'."
+                )
+            self.beliefs.segments.pop(key, None)
+            self.beliefs.replicated[key] = "; then ".join(dict.fromkeys(self.history[key]))
+
+    def _other_segments(self, key: str, decision: Decision | None, refuted: Refuted) -> tuple[int, ...] | None:
+        if refuted.kind != "layout" or decision is None or decision.placement is None or decision.kind != "column":
+            return None
+        n, size = decision.placement.length, self.group.size
+        for segments in [*refuted.hints, (n // 3,) * 3, (n // 2,) * 2]:
+            fits = sum(segments) == n and all(s and s % size == 0 for s in segments)
+            if fits and segments != (n,) and segments not in self.tried.get(key, []):
+                return segments
+        return None
+
+    # ------------------------------------------------------------ result
+    def _plan(self) -> TensorPlan:
+        plan = TensorPlan(
+            self.group.size,
+            sequence=self.group.sequence_dim is not None,
+            runs=self.runs,
+            conversions=self.group.conversions,
+        )
+        first: dict[int, str] = {}
+        for name, parameter in self.facts.names.items():
+            if first.setdefault(id(parameter), name) != name:
+                plan.aliases[name] = first[id(parameter)]
+            plan.decisions[name] = self._decision(self.facts.key_of[id(parameter)])
+            plan.shapes[name] = tuple(parameter.shape)
+            plan.patterns[name] = self.facts.patterns[name]
+        return plan
+
+    def _decision(self, key: str) -> Decision:
+        decision = self.follow.decisions.get(key)
+        if decision is None:
+            reason = self.beliefs.replicated.get(key, "")
+            if not reason and len(self.facts.shapes[key]) > 1:
+                reason = "not used as a weight of a matrix product in this step"
+            return Decision("replicated", None, _plain(reason))
+        reason = decision.reason
+        if decision.kind == "column" and not reason:
+            target = self.follow.used.get(key)
+            reason = f"feeds {target}" if target else "logits stay cut"
+        return Decision(decision.kind, decision.placement, _plain(reason))
+
+
+def _plain(text: str) -> str:
+    """Without the marks that keep demanded parameters apart."""
+    for kind in ("column", "row", "vocab", "replicate"):
+        text = text.replace(f" [{kind}]", "")
+    return text

@@ -1,0 +1,77 @@
+"""Public bug reports of other systems as tests (N5, N16, C1, C2, C4, T1, T2, D1, D4, D6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_3d.testing import preload, relative_error, run_distributed
+from tests.strategy.cases import clipped, metrics, sample_ids, ten_steps
+
+preload("tests.models", "tests.strategy.cases")
+
+
+def sizes(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
+    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, **more}
+
+
+def launch(function: Any, world: int, *args: Any) -> list[Any]:
+    return run_distributed(function, world, *args, init_process_group=False, timeout=120)
+
+
+def test_replicas_and_ties_are_bit_equal_after_ten_steps_whatever_the_seeds() -> None:
+    """N16, T1: norms and biases that stay whole, tied embeddings on two stages, replicas."""
+    cases = [(m, s) for m in ("mlp", "gpt_tied") for s in (sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1))]
+    for rank in launch(ten_steps, 4, cases):
+        for case, (difference, bad) in zip(cases, rank, strict=True):
+            assert (difference, bad) == (0.0, 0.0), case
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_one_clipping_norm_over_the_mesh(algorithm: str) -> None:
+    """C1, C2, C4: the tie and the replicated weights are counted once, all stages and shards are seen."""
+    (want_norm, want), = launch(clipped, 1, [(None, algorithm)])[0]
+    layouts = [sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1), sizes(2, 1, zero_stage=0), sizes(1, 2, zero_stage=0)]
+    for rank in launch(clipped, 4, [(layout, algorithm) for layout in layouts]):
+        for layout, (norm, got) in zip(layouts, rank, strict=True):
+            assert norm == pytest.approx(want_norm, rel=1e-9), layout
+            wrong = {n: relative_error(got[n], p) for n, p in want.items() if not relative_error(got[n], p) <= 1e-9}
+            assert not wrong, layout
+
+
+KINDS = ["plain", "shuffled", "own_sampler", "batch_sampler", "stream"]
+
+
+@pytest.mark.parametrize("layout", [sizes(2), sizes(1, 2)], ids=["tp2-dp2", "pp2-dp2"])
+def test_samples_are_equal_in_a_replica_and_disjoint_between_replicas(layout: dict[str, Any]) -> None:
+    """D1: each rank records the ids it was given."""
+    ranks = launch(sample_ids, 4, layout, KINDS)
+    for index, kind in enumerate(KINDS):
+        (a, steps), b, c, d = ranks[0][index], *(r[index][0] for r in ranks[1:])
+        assert a == b, kind
+        assert c == d, kind
+        assert sorted(a + c) == list(range(16)), kind
+        assert steps == 4, kind
+
+
+@pytest.mark.parametrize("layout", [sizes(2), sizes(1, 2)], ids=["tp2", "pp2"])
+def test_one_replica_reads_the_loader_as_it_is(layout: dict[str, Any]) -> None:
+    """D4: the order of an unshuffled loader is kept; a shuffled one gives all ranks the same order."""
+    first, second = launch(sample_ids, 2, layout, ["plain", "shuffled", "own_sampler"])
+    assert first == second
+    assert first[0][0] == list(range(16))
+    assert sorted(first[1][0]) == list(range(16))
+    assert first[1][0] != list(range(16))
+
+
+def test_metrics_count_every_sample_once() -> None:
+    """D6: sums, means with unequal batches, maxima and a torchmetrics accuracy."""
+    want = launch(metrics, 1, None)[0]
+    for layout, world in ((sizes(1), 2), (sizes(2), 2), (sizes(1, 2), 2), (sizes(2, 2), 4), (sizes(2), 4)):
+        expected = dict(want)
+        dp = world // (layout["tensor_parallel_size"] * layout["pipeline_parallel_size"])
+        if dp > 1:  # not linear in the samples: the mean over replicas, as with DDP
+            expected.pop("perplexity")
+        for rank in launch(metrics, world, layout):
+            assert {k: rank[k] for k in expected} == pytest.approx(expected, rel=1e-9), layout
