@@ -250,7 +250,7 @@ class Engine:
         self.runner.step_number = number
         self.zero.begin()
         self.zero.set_aside(keep=keep_gradients)
-        with self.sharding_rules(), self._recorded(number):
+        with self.sharding_rules(), self._recorded(number), self.mesh.ledger.during("pipeline"):
             result = self.runner.train_step(
                 batch,
                 batch_idx,
@@ -258,15 +258,14 @@ class Engine:
                 before_last_backward=self.zero.start_reducing if last else _nothing,
             )
             if last:
-                with self.mesh.ledger.during("reduce"):
-                    self.zero.finish()
+                self.zero.finish()
         self.zero.put_back()
         return result
 
     def pipeline_evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:
         """A forward-only pass of a validation, test or predict step through the stages."""
         assert self.runner is not None
-        with self.sharding_rules():
+        with self.sharding_rules(), self.mesh.ledger.during("pipeline"):
             return self.runner.evaluate(step_name, *args)
 
     # -- gradients

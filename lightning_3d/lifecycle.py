@@ -311,16 +311,13 @@ class Lifecycle(_Base):
         engine = self._engine
         assert engine is not None and engine.zero is not None
         if engine.runner is None and not self._accumulating:
-            with engine.mesh.ledger.during("reduce"):
-                engine.zero.finish()
+            engine.zero.finish()
             engine.zero.publish()
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
         if self._planning:
             return None
-        assert self._mesh is not None
-        with self._mesh.ledger.during("optimizer"):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

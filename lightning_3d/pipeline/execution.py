@@ -172,7 +172,8 @@ def backward(live: Live, gradients: Mapping[Vid, Tensor]) -> dict[Vid, Tensor]:
         tensors.append(live.loss)
         incoming.append(torch.ones_like(live.loss))
     if tensors:
-        torch.autograd.backward(tensors, incoming)
+        with sharding.guarded():  # a checkpoint recomputes
+            torch.autograd.backward(tensors, incoming)
     out = {}
     for vid, leaf in run.received.items():
         if leaf.requires_grad:

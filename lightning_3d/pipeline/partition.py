@@ -210,7 +210,9 @@ def owned_windows(trace: Trace, held: Held) -> list[Window]:
     """
     calls = trace.calls()
     if tuple(trace.call_names()) == held.call_names:
-        return windows_from_starts(trace, [0, *(calls[i][0] for i in held.start_calls[1:])])
+        windows = windows_from_starts(trace, [0, *(calls[i][0] for i in held.start_calls[1:])])
+        if all(_holds_all(event, w.stage, held) for w in windows for event in trace.events[w.start : w.stop]):
+            return windows
     starts, stage = [(0, 0)], 0
     for n, event in enumerate(trace.events):
         allowed = _allowed(event, held)
@@ -225,6 +227,10 @@ def owned_windows(trace: Trace, held: Held) -> list[Window]:
         starts.append((len(trace.events), held.stages - 1))
     stops = [n for n, _ in starts[1:]] + [len(trace.events)]
     return [Window(i, n, stop, s) for i, ((n, s), stop) in enumerate(zip(starts, stops, strict=True))]
+
+
+def _holds_all(event: Event, stage: int, held: Held) -> bool:
+    return event.kind == "local" or all(stage in held.holders[name] for name in event.params)
 
 
 def _allowed(event: Event, held: Held) -> set[int] | None:

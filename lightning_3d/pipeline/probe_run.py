@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,30 +27,12 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.describe import describe
 from lightning_3d.pipeline.events import Event, NoCut, TensorMeta, Trace, Vid
-from lightning_3d.pipeline.glue import Glue, replaced_forward
-from lightning_3d.pipeline.holders import changed, copy_holder, has_tensor, holders, is_opaque, slots
+from lightning_3d.pipeline.glue import Glue
+from lightning_3d.pipeline.holders import changed, has_tensor, holders, slots
 from lightning_3d.pipeline.phantom import Phantom, function_name
+from lightning_3d.pipeline.probe_atom import AtomExecution, RandomWatch, is_fake, versions_of
 from lightning_3d.pipeline.rng import Seeds, seed_torch
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters
-
-_NO_FAKE_RUN = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    RuntimeError,
-    NotImplementedError,
-    AssertionError,
-)
-
-
-class RandomWatch(TorchDispatchMode):
-    """Notices whether anything inside draws from a default generator."""
-
-    hit = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
-            self.hit = True
-        return func(*args, **(kwargs or {}))
 
 
 class TraceRun(Glue):
@@ -150,7 +131,7 @@ class TraceRun(Glue):
         if func in VALUE_READS:
             return self._read(func, event, leaves)
         fakes = [self._fake(x) for x in leaves]
-        versions = _versions(fakes)
+        versions = versions_of(fakes)
         fake_args, fake_kwargs = tree_unflatten(fakes, spec)
         try:
             with self.fakes.mode, FlopCounterMode(display=False) as counter, RandomWatch() as watch:
@@ -181,13 +162,13 @@ class TraceRun(Glue):
     def _dynamic(self, func: Any, event: Event, n: int, leaves: list[Any], fakes: list[Any], spec: Any) -> Any:
         """The shape depends on values: go on with the shape that ones would give; nothing after this can be cut."""
         event.dynamic = True
-        ones = [sharding.on_local(self._filled(1), x) if _is_fake(x) else x for x in fakes]
-        versions = _versions(ones)
+        ones = [sharding.on_local(self.filled(1), x) if is_fake(x) else x for x in fakes]
+        versions = versions_of(ones)
         args, kwargs = tree_unflatten(ones, spec)
         out = func(*args, **kwargs)
         return describe(self, event, n, leaves, ones, versions, (out, [], [], []))
 
-    def _filled(self, value: float) -> Callable[[Tensor], Tensor]:
+    def filled(self, value: float) -> Callable[[Tensor], Tensor]:
         def fill(x: Tensor) -> Tensor:
             real = torch.full(x.shape, value, dtype=x.dtype, device=self.device).requires_grad_(x.requires_grad)
             return real * 1 if real.requires_grad else real  # not a leaf: in-place operations are legal
@@ -220,7 +201,7 @@ class TraceRun(Glue):
             self._touched_inside = set()
             before = _attributes(module)
             fakes = [self._fake(x) for x in leaves]
-            execution = _AtomExecution(self, module, run, fakes, spec)
+            execution = AtomExecution(self, module, run, fakes, spec)
             execution.execute(name)
             event.reads |= self._touched_inside
             event.flops, event.random = execution.flops, execution.random
@@ -251,104 +232,6 @@ class TraceRun(Glue):
     @property
     def _module_by_id(self) -> dict[int, nn.Module]:
         return {id(m): m for m in self.module.modules()}
-
-
-class _AtomExecution:
-    """One atom, run without data.
-
-    Attributes:
-        out, taps: Its result, and (module, argument leaves, spec, result) of submodules with forward hooks.
-        inputs, versions: The argument leaves it ran on, and their version counters before.
-        tree, holders: The arguments, and their mutable holders with the content before.
-        on_zeros: It could not run on FakeTensors, and ran on zeros.
-    """
-
-    def __init__(
-        self, owner: TraceRun, module: nn.Module, run: Callable[..., Any], fakes: list[Any], spec: Any
-    ) -> None:
-        self.owner, self.module, self._run, self._fakes, self._spec = owner, module, run, fakes, spec
-        self.on_zeros = False
-        self.flops, self.random = 0, False
-
-    def execute(self, name: str) -> None:
-        try:
-            with self.owner.fakes.mode:
-                self._call(self._fakes)
-        except PipelineError:
-            raise
-        except _NO_FAKE_RUN as error:
-            self.on_zeros = True
-            self.owner.trace.warnings.append(f"{name}: probed with zeros, its run on shapes failed ({error!r:.200})")
-            self._call_on_zeros()
-
-    def _call(self, inputs: list[Any]) -> None:
-        self.inputs, self.versions = inputs, _versions(inputs)
-        # opaque arguments (a KV cache, ...) are copied: the probe leaves no trace in them
-        self.tree = tree_unflatten([copy_holder(x) if is_opaque(x) else x for x in inputs], self._spec)
-        self.holders = [(h, slots(h) or []) for h in holders(self.tree)]
-        args, kwargs = self.tree
-        with FlopCounterMode(display=False) as counter, RandomWatch() as watch, self._hooks_recorded() as self.taps:
-            self.out = self._run(*args, **kwargs)
-        self.flops, self.random = counter.get_total_flops(), watch.hit
-
-    def _call_on_zeros(self) -> None:
-        zeros = self.owner._filled(0)
-        inside = {id(d) for m in self.module.modules() for d in (m._parameters, m._buffers)}
-        undo = []
-        for dictionary, key, original in self.owner.fakes.swapped:
-            if id(dictionary) in inside:
-                fake = dictionary[key]
-                real = torch.zeros(fake.shape, dtype=fake.dtype, device=self.owner.device)
-                undo.append((dictionary, key, fake))
-                if isinstance(original, nn.Parameter):
-                    real = _like_parameter(real, fake)
-                dictionary[key] = real
-        try:
-            self._call([sharding.on_local(zeros, x) if _is_fake(x) else x for x in self._fakes])
-        finally:
-            for dictionary, key, fake in undo:
-                dictionary[key] = fake
-
-    @contextmanager
-    def _hooks_recorded(self) -> Iterator[list[Any]]:
-        """Hooks of inner submodules are fired once, with phantoms, by `emit`; here their results are only recorded."""
-        hooked = [m for m in self.module.modules() if m is not self.module and m._forward_hooks]
-        saved = [dict(m._forward_hooks) for m in hooked]
-        taps: list[Any] = []
-
-        def recorded(submodule: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                out = forward(*args, **kwargs)
-                taps.append((submodule, *tree_flatten((args, kwargs)), out))
-                return out
-
-            return call
-
-        with ExitStack() as stack:
-            for submodule in hooked:
-                submodule._forward_hooks.clear()
-                stack.enter_context(replaced_forward(submodule, recorded(submodule, submodule.forward)))
-            try:
-                yield taps
-            finally:
-                for submodule, hooks in zip(hooked, saved, strict=True):
-                    submodule._forward_hooks.update(hooks)
-
-
-def _like_parameter(real: Tensor, fake: Any) -> nn.Parameter:
-    parameter = nn.Parameter(real, requires_grad=fake.requires_grad)
-    for attribute in ("placement", "global_shape"):
-        if hasattr(fake, attribute):
-            setattr(parameter, attribute, getattr(fake, attribute))
-    return parameter
-
-
-def _is_fake(x: Any) -> bool:
-    return isinstance(x, Tensor) and isinstance(sharding.local(x), FakeTensor)
-
-
-def _versions(leaves: list[Any]) -> list[int | None]:
-    return [sharding.local(x)._version if isinstance(x, Tensor) else None for x in leaves]
 
 
 def _attributes(module: nn.Module) -> dict[tuple[int, str], Any]:

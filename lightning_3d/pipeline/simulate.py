@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,17 +73,10 @@ def simulate(
     step = getattr(module, "training_step")  # noqa: B009  (not every nn.Module has it)
 
     def traced(i: int, atoms: Any) -> Any:
-        microbatch = microbatches[i]
-        arguments = probe_arguments(step, microbatch)
-        return trace(
-            module,
-            atoms,
-            lambda: call_step(module, "training_step", *arguments),
-            tensor_group,
-            device=device,
-            forward_context=forward_context,
-            seeds=Seeds(seed, step_number, i, 0),
-        )
+        arguments = probe_arguments(step, microbatches[i])
+        call = partial(call_step, module, "training_step", *arguments)
+        seeds = Seeds(seed, step_number, i, 0)
+        return trace(module, atoms, call, tensor_group, device=device, forward_context=forward_context, seeds=seeds)
 
     plan = make_plan(module, stages, split, lambda atoms: traced(0, atoms))
     program = Program(module, plan.atoms, device, tensor_group, forward_context)
@@ -95,9 +89,7 @@ def simulate(
             partition = cut(plan.trace if i == 0 else traced(i, plan.atoms), plan.held, training=True)
             seeds = Seeds(seed, step_number, i, 0)
 
-            def run(microbatch: Any = microbatch) -> Any:
-                return call_step(module, "training_step", microbatch, batch_idx)
-
+            run = partial(call_step, module, "training_step", microbatch, batch_idx)
             out, loss, log = _microbatch(program, partition, held, buffers, run, seeds, weights[i])
             partitions.append(partition)
             outputs.append(out)

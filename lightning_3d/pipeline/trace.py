@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,22 +56,13 @@ def trace(
     """
     seeds = seeds or Seeds()
     device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
-
-    def once() -> Trace:
-        def attempt(answers: Answers) -> Trace:
-            result = Trace(name)
-            result.sizes = {n: _local_size(p) for n, p in module.named_parameters()}
-            with FakeParameters(module, device, atoms.values()) as fakes, window_randomness(seeds, 0, device):
-                before = _python_generators()
-                with forward_context():
-                    TraceRun(module, atoms, result, fakes, answers, device, seeds).run(step)
-                result.python_random = _python_generators() != before
-            return result
-
-        return retry(attempt, (PipelineError,))
-
     grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     state, contents = ModuleState(module), _Contents(module, atoms)
+
+    def once() -> Trace:
+        run = partial(_run, module, atoms, step, name, device, forward_context, seeds)
+        return retry(run, (PipelineError,))
+
     with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled), sharding.dry(group), sharding.guarded():
         try:
             first = once()
@@ -90,6 +82,27 @@ def trace(
         second.changed = contents.restore()
     second.touched = touched
     return second
+
+
+def _run(
+    module: nn.Module,
+    atoms: Mapping[str, nn.Module],
+    step: Callable[[], Any],
+    name: str,
+    device: torch.device,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    seeds: Seeds,
+    answers: Answers,
+) -> Trace:
+    """One run of the step with invented answers to value reads."""
+    result = Trace(name)
+    result.sizes = {n: _local_size(p) for n, p in module.named_parameters()}
+    with FakeParameters(module, device, atoms.values()) as fakes, window_randomness(seeds, 0, device):
+        before = _python_generators()
+        with forward_context():
+            TraceRun(module, atoms, result, fakes, answers, device, seeds).run(step)
+        result.python_random = _python_generators() != before
+    return result
 
 
 def without_inference_tensors(batch: Any) -> Any:

@@ -173,6 +173,7 @@ def _enter(x: Tensor, group: TensorGroup) -> tuple[Tensor, _FanOut]:
         inside, fan = memo[0], memo[3]
     else:
         fan = _FanOut()
+        group.entries += 1
         inside = original_apply(_Copy, x, group, fan)
         if not x.is_leaf:
             x.__dict__["_tp_entry"] = (inside, x._version, group, fan)

@@ -7,6 +7,7 @@ What the rules cannot carry raises `Refuted`; the search (search.py) then change
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ class Follow(TorchFunctionMode):
         order: Keys in order of first use as a weight.
         used: Keys whose cut reached a row layer -> key of that layer.
         last: Key of the last weight used.
+        uses: Key -> how often it was used as a weight.
+        extra: Key -> collectives that operations on its cut output need, beyond those of the pair.
         pairs: Whole activation -> the weights of the pair that just made it.
     """
 
@@ -99,6 +102,8 @@ class Follow(TorchFunctionMode):
         self.order: list[str] = []
         self.used: dict[str, str] = {}
         self.last: str | None = None
+        self.uses: Counter[str] = Counter()
+        self.extra: Counter[str] = Counter()
         self.pairs: MutableMapping[Tensor, frozenset[str]] = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -119,9 +124,13 @@ class Follow(TorchFunctionMode):
             self._decide(name, args, kwargs)
             self._decide_bias(name, args, kwargs)
         args, kwargs = tree_map_only(nn.Parameter, self._shown, (tuple(args), kwargs))
+        before = self.group.conversions + self.group.entries
         out = grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
         if isinstance(out, Tensor) and (not is_sharded(out) or along_sequence(out)):
             self._trace_pair(name, args, kwargs, out)
+        extra = self.group.conversions + self.group.entries - before
+        if extra and name not in WEIGHT_OPS:
+            self.extra.update(dict.fromkeys(merged_sources(tensors_in(args, kwargs)), extra))
         return out
 
     def _trace_pair(self, name: str, args: Args, kwargs: Kwargs, out: Tensor) -> None:
@@ -158,6 +167,7 @@ class Follow(TorchFunctionMode):
     def _start(self, key: str) -> Decision | None:
         """Note the use of a weight; its decision if there is one, or if the search has settled it."""
         self.last = key
+        self.uses[key] += 1
         if key not in self.order:
             self.order.append(key)
         if key in self.decisions:
@@ -186,6 +196,11 @@ class Follow(TorchFunctionMode):
         position, out_dim, in_dim = WEIGHT_OPS[name]
         weight: Any = args[position] if len(args) > position else kwargs.get("weight", kwargs.get("mat2"))
         x: Any = args[position - 1] if len(args) > position - 1 else kwargs.get("input")
+        if is_sharded(weight):  # a part of a weight that is decided: experts[i]
+            shown = self._key(weight.local)
+            if shown is not None:
+                self.uses[shown] += 1
+            return
         parameter = base_parameter(weight)
         key = self._key(weight)
         if parameter is None or key is None or parameter.ndim < 2:

@@ -37,6 +37,7 @@ class TensorGroup:
         on_gather: See `OnGather`.
         gathers: Number of times an op without a rule made this rank gather.
         conversions: Number of collectives that a hand-written tensor-parallel model would not have.
+        entries: Number of whole tensors that entered a sharded region (each costs an all-reduce backward).
         on_whole: Planning only: told (sharded, gathered) of every gather.
     """
 
@@ -56,6 +57,7 @@ class TensorGroup:
         self.on_whole: Callable[[ShardedTensor, Tensor], None] | None = None
         self.gathers = 0
         self.conversions = 0
+        self.entries = 0
         self._warned: set[tuple[str, frozenset[str]]] = set()
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
 Step = Callable[[Any], Any]
 _MOST_RUNS = 400
+_MOST_EXTRA = 8  # collectives per use of a weight, beyond those of its pair
 _FATAL = (DynamicOutputShapeException, DataDependentOutputException, TensorPlanError)  # no other answer cures them
 
 
@@ -170,6 +171,14 @@ class Search:
         unmet = (wrong - delivered) or lonely
         if unmet:
             raise Refuted(frozenset(unmet), "its cut output never reaches a row-parallel layer")
+        # code that steps through a sequence with a cut state would communicate at every step
+        costly = {
+            k for k, n in follow.extra.items() if n > _MOST_EXTRA * follow.uses[k] and k not in self.facts.demands
+        }
+        if costly:
+            key = next(iter(self._culprit(frozenset(costly))))
+            count = follow.extra[key] / max(1, follow.uses[key])
+            raise Refuted(frozenset([key]), f"its cut output would need about {count:.0f} more collectives each time")
         for key, demand in self.facts.demands.items():
             if demand != "replicate" and key not in follow.order:
                 raise TensorPlanError(

@@ -189,10 +189,11 @@ class Zero:
     def _after_step(self, optimizer: Optimizer) -> None:
         """All-gather the new parameters, in the order the next forward needs them."""
         buckets = self._of_optimizer[optimizer]
-        for bucket in reversed(buckets):
-            bucket.gather_start()
-        for bucket in reversed(buckets):
-            bucket.gather_wait()
+        with self.data.ledger.during("optimizer"):
+            for bucket in reversed(buckets):
+                bucket.gather_start()
+            for bucket in reversed(buckets):
+                bucket.gather_wait()
 
     # -- gradients
     def begin(self) -> None:
@@ -250,7 +251,8 @@ class Zero:
                 self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.launch(self._take)
+        with self.data.ledger.during("reduce"):
+            bucket.launch(self._take)
         self._flying.append(bucket)
 
     def finish(self) -> None:
@@ -260,7 +262,8 @@ class Zero:
         """
         if self.passive:
             return
-        self._exchange_used()
+        with self.data.ledger.during("reduce"):
+            self._exchange_used()
         for bucket in self.buckets[self._next :]:
             # with several optimizers a backward reaches some buckets only; on all ranks the same ones, by now
             if any(slot.used for slot in bucket.slots):

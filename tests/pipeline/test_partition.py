@@ -100,6 +100,11 @@ def test_evaluation_follows_the_parameters() -> None:
         assert all(a.stop == b.start for a, b in pairwise(windows))
         return [(w.start, w.stage) for w in windows]
 
+    extra = _chain([1] * 4)
+    extra.events.append(
+        Event("linear", "op", params={"p0"})
+    )  # glue code uses a parameter of the first stage at the end
+    assert [(w.start, w.stage) for w in owned_windows(extra, held)] == [(0, 0), (2, 1), (4, 0), (5, 1)]
     assert walk(0, 1, 2, 3, 0, 1, 2, 3) == [(0, 0), (2, 1), (4, 0), (6, 1)]
     assert walk(0, 1) == [(0, 0), (2, 1)]
     assert walk(2, 3) == [(0, 1)]

@@ -52,7 +52,8 @@ def test_samples_are_equal_in_a_replica_and_disjoint_between_replicas(layout: di
         assert a == b, kind
         assert c == d, kind
         assert sorted(a + c) == list(range(16)), kind
-        assert steps == 4, kind
+        # Lightning rebuilds a BatchSampler around a plain list with batches of one, under DDP too
+        assert steps == (8 if kind == "batch_sampler" else 4), kind
 
 
 @pytest.mark.parametrize("layout", [sizes(2), sizes(1, 2)], ids=["tp2", "pp2"])

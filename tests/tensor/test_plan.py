@@ -301,3 +301,32 @@ def test_demands_on_einsum_weights() -> None:
     assert verify_tensor_plan(mixed, plan, step).worst < 1e-9
     with pytest.raises(TensorPlanError, match=r"'1\.out': 'column' cannot be done|demanded as 'column'"):
         plan_tensor_parallel(model(), step, 2, overrides={"1.qkv.*": "column", "1.out": "column"})
+
+
+class Scan(nn.Module):
+    """A recurrence in a Python loop: a cut state would meet whole inputs at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mix, self.down = nn.Linear(8, 32), nn.Linear(8, 1), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, gates, out = self.up(x), self.mix(x), []
+        state = torch.zeros_like(h[:, 0])
+        for t in range(x.shape[1]):
+            state = state * torch.sigmoid(gates[:, t]) + h[:, t]
+            out.append(state)
+        return self.down(torch.stack(out, 1))
+
+
+def test_a_cut_that_would_communicate_at_every_step_of_a_loop_is_given_up() -> None:
+    for length, kind in ((4, "column"), (40, "replicated")):
+        model = Scan()
+
+        def step(m: Any, length: int = length) -> Tensor:
+            return m(values(2, length, 8).to(m.up.bias.dtype)).pow(2).sum()
+
+        plan = plan_tensor_parallel(model, step, 2)
+        assert plan.decisions["up.weight"].kind == kind
+        assert kind == "column" or "40 more collectives" in plan.decisions["up.weight"].reason
+        assert verify_tensor_plan(model, plan, step).worst < 1e-9
