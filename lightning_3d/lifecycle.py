@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_3d.data import check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
 from lightning_3d.engine import Engine, Settings
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.materialize import materialize
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.metrics import attach_metrics
@@ -146,6 +147,7 @@ class Lifecycle(_Base):
     def _equalize(self, module: nn.Module) -> None:
         """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
         assert self._mesh is not None
+        materialize(module, self.root_device)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         if self._layer_sync is not None:

@@ -32,49 +32,53 @@ def function_guard(proceed: Callable[..., Any], function: type, args: Args, kwar
             return OWN_RULES[function](proceed, args, kwargs)
         x = args[0] if args else None
         alone = not kwargs and not any(isinstance(a, Tensor) for a in args[1:])
-        if isinstance(x, ShardedTensor) and alone and is_pointwise(function, args[1:]):
+        if isinstance(x, ShardedTensor) and alone and is_pointwise(function, args[1:], x.local.device):
             return derive(proceed(x.local, *args[1:]), x.placement, x)
         raise NoRule("a custom autograd.Function that is not proved to act on each element alone")
     except NoRule as reason:
         return fall_back(proceed, args, kwargs, reason)
 
 
-def is_pointwise(function: type, rest: Args) -> bool:
+def is_pointwise(function: type, rest: Args, device: torch.device | None = None) -> bool:
     """Whether a Function of one tensor acts on each element alone, found by experiment.
 
-    It does iff f(permuted, sliced x) = permuted, sliced f(x), for values and for gradients. Tried on random float64
-    data with the other arguments as given; the verdict is remembered.
+    It does iff f(permuted, sliced x) = permuted, sliced f(x), for values and for gradients. Tried on random data on
+    `device` (a kernel may not exist elsewhere) with the other arguments as given; the verdict is remembered.
     """
-    key: Any = (function, rest)
+    device = torch.device("cpu") if device is None or device.type == "meta" else device
+    key: Any = (function, rest, device.type)
     try:
         hash(key)
     except TypeError:
-        return _experiment(function, rest)
+        return _experiment(function, rest, device)
     if key not in _verdicts:
-        _verdicts[key] = _experiment(function, rest)
+        _verdicts[key] = _experiment(function, rest, device)
     return _verdicts[key]
 
 
-def _experiment(function: type, rest: Args) -> bool:
+def _experiment(function: type, rest: Args, device: torch.device) -> bool:
     quiet = torch._C.DisableTorchFunction()  # no mode may record these operations
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad(), quiet:
-        torch.manual_seed(0)
-        x = torch.randn(6, 10, dtype=torch.float64)
-        weight = torch.randn(6, 10, dtype=torch.float64)
-        picks = [
-            (torch.randperm(6)[:3], torch.randperm(10)[:4]),
-            (torch.randperm(6)[:1], torch.randperm(10)[:7]),
-            (torch.randperm(6), torch.tensor([3])),
-        ]
-        try:
-            y, dx = _value_and_gradient(function, x, rest, weight)
-            if y.shape != x.shape:
-                return False
-            for i, j in picks:
-                part, dpart = _value_and_gradient(function, x[i][:, j], rest, weight[i][:, j])
-                if not (torch.allclose(part, y[i][:, j]) and torch.allclose(dpart, dx[i][:, j])):
-                    return False
-        except Exception:  # it needs something else than such a tensor: not proved
+    devices = [] if device.type == "cpu" else [device]
+    with unset_fake_temporarily(), torch.random.fork_rng(devices), torch.enable_grad(), quiet:
+        for dtype in (torch.float64, torch.float32):
+            try:
+                return _commutes_with_picking(function, rest, device, dtype)
+            except Exception:  # it may not exist in this precision, or need something else than such a tensor
+                continue
+    return False
+
+
+def _commutes_with_picking(function: type, rest: Args, device: torch.device, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(6, 10, dtype=dtype, generator=generator).to(device) for _ in range(2))
+    rows, columns = torch.randperm(6, generator=generator), torch.randperm(10, generator=generator)
+    y, dx = _value_and_gradient(function, x, rest, weight)
+    if y.shape != x.shape:
+        return False
+    for i, j in ((rows[:3], columns[:4]), (rows[3:4], columns[:7]), (rows, columns[9:])):
+        i, j = i.to(device), j.to(device)
+        part, dpart = _value_and_gradient(function, x[i][:, j], rest, weight[i][:, j])
+        if not (torch.allclose(part, y[i][:, j]) and torch.allclose(dpart, dx[i][:, j])):
             return False
     return True
 

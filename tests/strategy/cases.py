@@ -45,6 +45,35 @@ def ten_steps(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[float, floa
     return out
 
 
+# -- T2: a tie survives being built on the meta device
+class OnMeta(models.LitGPT):
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.wte = None
+
+    def configure_model(self) -> None:
+        if self.wte is None:
+            with torch.device("meta"):
+                whole = models.LitGPT(depth=2)
+            for name, child in whole.named_children():
+                setattr(self, name, child)
+
+
+def built_on_meta(layouts: list[dict[str, Any]]) -> list[tuple[bool, float, float]]:
+    """Whether the tie held, how far replicas (and the two ends) are apart, and the first loss."""
+    out = []
+    for sizes in layouts:
+        strategy = ThreeDStrategy(**sizes)
+        trainer = trainer_for(strategy, max_steps=3, max_epochs=-1)
+        module = OnMeta()
+        torch.manual_seed(1)
+        trainer.fit(module, models.loader("gpt_tied", 16, 8))
+        tied = "wte.weight" in (names := dict(module.named_parameters())) and "head.weight" not in names
+        finite = all(torch.isfinite(p).all() for p in full_parameters(strategy).values())
+        out.append((tied and finite, replica_difference(strategy), float(trainer.callback_metrics["loss"])))
+    return out
+
+
 # -- C1, C2, C4: one norm for the whole mesh
 class Uneven(models.LitGPT):
     """Gradients of very different size in the first and the last stage."""

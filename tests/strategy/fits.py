@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.comm import DONE, PendingShard, ProcessCommunicator
 from lightning_3d.testing import full_gradients, full_parameters, relative_error
 from tests import models
 
@@ -110,6 +111,33 @@ def one_process(cases: list[Case]) -> list[dict[str, Any]]:
 
 def on_layout(cases: list[Case], sizes: dict[str, Any], world: int) -> list[dict[str, Any]]:
     return [fit(case, ThreeDStrategy(**{**sizes, **case.strategy}), devices=world) for case in cases]
+
+
+def with_a_dropped_collective(axis: str, case: Case, sizes: dict[str, Any]) -> dict[str, Any]:
+    """A run in which one call of `axis` silently does nothing: the third all-reduce, or the first reduction."""
+    calls = {"tp": 0, "pp": 0, "dp": 0}
+    all_reduce, scatter = ProcessCommunicator.all_reduce_start, ProcessCommunicator.reduce_scatter_start
+
+    def dropped(comm: Any, op: str, tensor: Tensor) -> bool:
+        if comm.axis != axis or (axis == "dp") != (op == "scatter") or tensor.numel() < 100:
+            return False
+        calls[axis] += 1
+        return calls[axis] == (3 if axis == "tp" else 1)
+
+    def lazy_all_reduce(self: Any, tensor: Tensor, op: Any = "sum") -> Any:
+        return DONE if dropped(self, "reduce", tensor) else all_reduce(self, tensor, op)
+
+    def lazy_scatter(self: Any, full: Tensor) -> Any:
+        mine = full[self.rank * (full.numel() // self.size) :][: full.numel() // self.size]
+        return PendingShard(DONE, lambda: mine) if dropped(self, "scatter", full) else scatter(self, full)
+
+    ProcessCommunicator.all_reduce_start, ProcessCommunicator.reduce_scatter_start = lazy_all_reduce, lazy_scatter
+    try:
+        out = fit(case, ThreeDStrategy(**sizes), devices=2)
+    finally:
+        ProcessCommunicator.all_reduce_start, ProcessCommunicator.reduce_scatter_start = all_reduce, scatter
+    assert calls[axis] >= 1
+    return out
 
 
 def differences(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_3d.testing import preload, relative_error, run_distributed
-from tests.strategy.cases import clipped, metrics, sample_ids, ten_steps
+from tests.strategy.cases import built_on_meta, clipped, metrics, sample_ids, ten_steps
 
 preload("tests.models", "tests.strategy.cases")
 
@@ -26,6 +26,16 @@ def test_replicas_and_ties_are_bit_equal_after_ten_steps_whatever_the_seeds() ->
     for rank in launch(ten_steps, 4, cases):
         for case, (difference, bad) in zip(cases, rank, strict=True):
             assert (difference, bad) == (0.0, 0.0), case
+
+
+def test_a_tie_survives_the_meta_device() -> None:
+    """T2: one parameter after set-up and after three steps, in every layout; the first loss is about ln(vocabulary)."""
+    layouts = [sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1)]
+    for rank in launch(built_on_meta, 4, layouts):
+        for layout, (tied, difference, loss) in zip(layouts, rank, strict=True):
+            assert tied, layout
+            assert difference == 0.0, layout
+            assert 3.0 < loss < 30.0, layout
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

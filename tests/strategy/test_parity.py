@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_3d.testing import preload, run_distributed
-from tests.strategy.fits import Case, differences, on_layout, one_process
+from tests.strategy.fits import Case, differences, on_layout, one_process, with_a_dropped_collective
 
 preload("transformers", "tests.models", "tests.strategy.fits")
 
@@ -75,6 +75,17 @@ def test_layout(layout: tuple[int, int, int]) -> None:
         microbatches = MICROBATCHES[(turn + index) % len(MICROBATCHES)]
         cases.append(case_for(model, layout, accumulate, microbatches))
     check(layout, cases)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "dp"])
+def test_a_dropped_collective_is_seen(axis: str) -> None:
+    """The parity test can fail: one all-reduce (or reduction) of an axis is left out."""
+    layout = {"tp": (2, 1, 1), "pp": (1, 2, 1), "dp": (1, 1, 2)}[axis]
+    case = Case(model="gpt_tied", samples=8, steps=1)
+    tp, pp, dp = layout
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    got = run_distributed(with_a_dropped_collective, 2, axis, case, sizes, init_process_group=False, timeout=60)[0]
+    assert max(differences(got, reference(case)).values()) > 1e-3
 
 
 @pytest.mark.slow

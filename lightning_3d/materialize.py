@@ -1,0 +1,73 @@
+"""WHERE do the values of a model built on the meta device come from?  From the modules' own initialisation.
+
+Modules are initialised one at a time, in order, as they are when a model is built on a real device. Ties survive:
+a parameter that several modules share becomes one real parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import ConfigurationError
+
+
+def materialize(root: nn.Module, device: torch.device) -> bool:
+    """Give every meta parameter and buffer of `root` memory on `device` and values by its module's initialisation.
+
+    Args:
+        root: The LightningModule.
+        device: Where.
+
+    Returns:
+        Whether anything was on the meta device.
+
+    Raises:
+        ConfigurationError: A module has meta tensors but no way to initialise them.
+    """
+    if not any(t.is_meta for t in [*root.parameters(), *root.buffers()]):
+        return False
+    real: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for name, module in root.named_modules():
+            mine = _replace_meta(module, device, real)
+            if mine:
+                _initializer(root, name, module, mine)()
+    return True
+
+
+def _replace_meta(module: nn.Module, device: torch.device, real: dict[int, Tensor]) -> list[str]:
+    """Real tensors in place of the module's own meta ones; the names of those that are new (not tied to earlier ones)."""
+    new = []
+    for table in (module._parameters, module._buffers):
+        for key, tensor in list(table.items()):
+            if tensor is None or not tensor.is_meta:
+                continue
+            if id(tensor) not in real:
+                new.append(key)
+                empty = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                real[id(tensor)] = empty
+            table[key] = real[id(tensor)]  # type: ignore[assignment]
+    return new
+
+
+def _initializer(root: nn.Module, name: str, module: nn.Module, tensors: list[str]) -> Callable[[], Any]:
+    """What sets the values of a module's own tensors: its `reset_parameters`, or `_init_weights` of a module above."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        return reset
+    path = name.split(".")
+    for depth in range(len(path), -1, -1):
+        above = root.get_submodule(".".join(path[:depth]))
+        if callable(getattr(above, "_init_weights", None)):
+            return lambda: above._init_weights(module)
+    raise ConfigurationError(
+        f"{name or type(root).__name__} ({type(module).__name__}) was built on the meta device and has no values for "
+        f"{', '.join(tensors)}: it has no reset_parameters(), and no module above it has _init_weights(). Give it a "
+        "reset_parameters() that sets them (buffers too), or build it on a real device."
+    )
