@@ -81,9 +81,7 @@ class Engine:
         # rank zero's random state is everywhere by now, so this is equal on all ranks
         self.seed = torch.initial_seed() & 0x7FFF_FFFF
         if settings.record_timeline:
-            self.recorder = TraceRecorder(
-                mesh.rank, mesh.at.pp, dp=mesh.at.dp, tp=mesh.at.tp, layout=str(self.layout)
-            )
+            self.recorder = TraceRecorder(mesh.rank, mesh.at.pp, dp=mesh.at.dp, tp=mesh.at.tp, layout=str(self.layout))
 
     # -- building
     def cut(self, step_name: str, batch: Any) -> None:
@@ -246,7 +244,8 @@ class Engine:
             keep_gradients: Somebody looks at the old gradients before they are zeroed.
             number: Index of the batch in the whole run; seeds what the step draws.
         """
-        assert self.runner is not None and self.zero is not None
+        assert self.runner is not None
+        assert self.zero is not None
         self.runner.step_number = number
         self.zero.begin()
         self.zero.set_aside(keep=keep_gradients)

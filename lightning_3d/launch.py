@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-_Base = _MultiProcessingLauncher if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _Base
+else:
+    _Base = object
 
 
 class WholeWeights(_Base):

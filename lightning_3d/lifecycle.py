@@ -12,7 +12,6 @@ from lightning.fabric.utilities.seed import (
     _set_rng_states,
     pl_worker_init_function,
 )
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_3d.data import check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
@@ -27,9 +26,11 @@ from lightning_3d.precision import check_precision, make_clipping_global
 from lightning_3d.surrogate import surrogate_loss
 
 if TYPE_CHECKING:
-    from lightning_3d.pipeline import StepResult
+    from lightning.pytorch.strategies import DDPStrategy as _Base
 
-_Base = DDPStrategy if TYPE_CHECKING else object
+    from lightning_3d.pipeline import StepResult
+else:
+    _Base = object
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -72,7 +73,8 @@ class Lifecycle(_Base):
     # -- data
     def _follow_replicas_in_sampling(self) -> None:
         """With one replica every rank reads the user's loader as it is; Lightning would shuffle it."""
-        assert self._mesh is not None and self.lightning_module is not None
+        assert self._mesh is not None
+        assert self.lightning_module is not None
         if self._mesh.layout.dp == 1:
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
 
@@ -100,7 +102,8 @@ class Lifecycle(_Base):
 
     def setup(self, trainer: Any) -> None:
         """Plan, prove and cut the module the first time; connect optimizers and a checkpoint every time."""
-        assert self.accelerator is not None and self._mesh is not None
+        assert self.accelerator is not None
+        assert self._mesh is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -175,7 +178,8 @@ class Lifecycle(_Base):
 
     def _peek(self, trainer: Any, step_name: str) -> Any:
         """The first batch of rank zero, moved and converted as Lightning will, the same on all ranks."""
-        assert self._mesh is not None and self.lightning_module is not None
+        assert self._mesh is not None
+        assert self.lightning_module is not None
         loop = getattr(trainer, f"{trainer.state.fn.value}_loop")
         with random_state_kept(_collect_rng_states, _set_rng_states):
             loaders = loop._data_source.dataloader()
@@ -222,10 +226,11 @@ class Lifecycle(_Base):
     # -- steps
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
-        assert engine is not None and engine.zero is not None
+        assert engine is not None
+        assert engine.zero is not None
         args = (*args, *kwargs.values())
         self._check_first_batches("training_step", args[0])
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        trainer: Any = self.lightning_module.trainer
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if engine.runner is None:
             engine.zero.begin()
@@ -271,7 +276,8 @@ class Lifecycle(_Base):
         return self._shared(result, training=False)[1]
 
     def _evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:
-        assert self._engine is not None and self._relay is not None
+        assert self._engine is not None
+        assert self._relay is not None
         with self._relay.step(), torch.no_grad():
             return self._engine.pipeline_evaluate(step_name, args)
 
@@ -286,7 +292,8 @@ class Lifecycle(_Base):
 
     def _shared(self, result: StepResult, training: bool) -> tuple[Tensor | None, Any]:
         """The last stage's loss and outputs on every rank; its logs replayed through the real `self.log`."""
-        assert self._relay is not None and self.lightning_module is not None
+        assert self._relay is not None
+        assert self.lightning_module is not None
         calls = [LogCall(log.name, log.values, log.weights, log.kwargs) for log in result.logs]
         outputs = result.outputs
         if training:  # the loss travels by itself
@@ -301,17 +308,18 @@ class Lifecycle(_Base):
         if self._planning:  # manual optimization calls it while its step is being followed
             return closure_loss
         engine = self._engine
-        assert engine is not None and engine.zero is not None
+        assert engine is not None
+        assert engine.zero is not None
         direct = engine.runner is None
         if direct and not self._accumulating:
             engine.zero.start_reducing()
         with engine.sharding_rules(), engine.mesh.ledger.during("backward"):
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        return loss
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         engine = self._engine
-        assert engine is not None and engine.zero is not None
+        assert engine is not None
+        assert engine.zero is not None
         if engine.runner is None and not self._accumulating:
             engine.zero.finish()
             engine.zero.publish()

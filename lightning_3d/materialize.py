@@ -7,6 +7,7 @@ a parameter that several modules share becomes one real parameter.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,9 @@ def _initializer(root: nn.Module, name: str, module: nn.Module, tensors: list[st
     path = name.split(".")
     for depth in range(len(path), -1, -1):
         above = root.get_submodule(".".join(path[:depth]))
-        if callable(getattr(above, "_init_weights", None)):
-            return lambda: above._init_weights(module)
+        initialize: Any = getattr(above, "_init_weights", None)
+        if callable(initialize):
+            return partial(initialize, module)
     raise ConfigurationError(
         f"{name or type(root).__name__} ({type(module).__name__}) was built on the meta device and has no values for "
         f"{', '.join(tensors)}: it has no reset_parameters(), and no module above it has _init_weights(). Give it a "

@@ -30,14 +30,17 @@ from lightning_3d.layout import Layout
 from lightning_3d.lifecycle import Lifecycle
 from lightning_3d.mesh import Mesh
 
-_Base = DDPStrategy if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
 
 
 class CheckedArguments(abc.ABCMeta):
     """Refuses unknown constructor arguments with the names that exist."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = [n for n in inspect.signature(cls.__init__).parameters if n != "self"]
+        known = [n for n in inspect.signature(cls.__init__).parameters if n != "self"]  # type: ignore[misc]
         unknown = [name for name in kwargs if name not in known]
         if unknown:
             hints = "".join(f"\n  {name!r}:{near(name, known) or ' no name is close.'}" for name in unknown)
@@ -409,4 +412,3 @@ class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):
 def _unwrapped(optimizer: Any) -> Optimizer:
     inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return inner
-

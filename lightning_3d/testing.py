@@ -137,7 +137,7 @@ def _collect(processes: Sequence[Any], results: Any, timeout: float, stacks: Pat
         for r in failed:
             text.append(f"--- rank {r} ---\n{done[r][1] if r in done else _stack_of(stacks / str(r))}")
         raise DistributedError("\n".join(text))
-    return [pickle.loads(done[r][1]) for r in range(len(processes))]  # noqa: S301
+    return [pickle.loads(done[r][1]) for r in range(len(processes))]
 
 
 def _stack_of(file: Path) -> str:

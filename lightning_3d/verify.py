@@ -1,7 +1,7 @@
 """IS the parallel model the same function, and what would become of it?  Both in one process, without launching.
 
-    report = lightning_3d.verify(module, batch, "tp2-pp2")
-    print(lightning_3d.explain(module, batch, "tp2-pp2"))
+report = lightning_3d.verify(module, batch, "tp2-pp2")
+print(lightning_3d.explain(module, batch, "tp2-pp2"))
 """
 
 from __future__ import annotations

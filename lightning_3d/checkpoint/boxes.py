@@ -53,11 +53,11 @@ class GlobalTensor(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         pass
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GlobalTensor({tuple(self.shape)}, {self.dtype}, {len(self.boxes)} boxes here)"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise RuntimeError(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_3d.checkpoint.load import PATH_KEY, _read, read_rest
@@ -20,7 +20,7 @@ from lightning_3d.errors import ConfigurationError
 def inspect_checkpoint(path: str | os.PathLike[str]) -> str:
     """A printable description: step, tensors with shapes and types, optimizer state, what else is stored."""
     rest = read_rest(path, weights_only=True) if not (Path(path) / "extra.pt").is_file() else _safe_part(path)
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {k: m for k, m in metadata.items() if isinstance(m, TensorStorageMetadata)}
     model = {k[len("model.") :]: m for k, m in tensors.items() if k.startswith("model.")}
     optimizer = {k: m for k, m in tensors.items() if k.startswith("optimizer_")}
@@ -76,7 +76,7 @@ def _bytes(metas: Any) -> str:
 
 
 def _whole_tensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(meta.size, dtype=meta.properties.dtype)
         for key, meta in metadata.items()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.boxes import GlobalTensor
@@ -126,9 +127,7 @@ def _target(
     if tuple(meta.size) != record.global_shape:
         return value
     low = record.slot.low if record.slot is not None and record.slot.bucket.sharded else 0
-    return GlobalTensor(
-        record.global_shape, state.boxes(record, value.view(-1), low), value.dtype, value.device, None
-    )
+    return GlobalTensor(record.global_shape, state.boxes(record, value.view(-1), low), value.dtype, value.device, None)
 
 
 def load_model_file(state: RunState, full: Mapping[str, Any], strict: bool = True) -> None:
@@ -196,7 +195,7 @@ def _copy_boxes(full: Tensor, target: GlobalTensor) -> None:
 
 
 def _stored(path: str, prefix: str) -> dict[str, TensorStorageMetadata]:
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         key[len(prefix) :]: meta
         for key, meta in metadata.items()
@@ -207,7 +206,7 @@ def _stored(path: str, prefix: str) -> dict[str, TensorStorageMetadata]:
 def _read(tensors: dict[str, Any], path: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is (unavailable|disabled).*")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        dcp_load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
 
 
 def _check_count(optimizers: Sequence[Optimizer], saved: Sequence[Any]) -> None:
@@ -218,9 +217,7 @@ def _check_count(optimizers: Sequence[Optimizer], saved: Sequence[Any]) -> None:
         )
 
 
-def _restore_groups(
-    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
-) -> None:
+def _restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
     sizes = [len(group["params"]) for group in saved]
     if sizes != [len(group) for group in names]:
         raise ConfigurationError(

@@ -1,9 +1,9 @@
 """HOW is a run written?  A directory, written beside its name and renamed when it is complete.
 
-    epoch=1.ckpt/
-      __0_0.distcp ... .metadata     torch.distributed.checkpoint: model.<name>, optimizer_<i>.state.<name>.<key>
-      meta.pt                        everything else that plain `torch.load(weights_only=True)` can read
-      extra.pt                       what it cannot (objects of the user's classes), only if there is any
+epoch=1.ckpt/
+  __0_0.distcp ... .metadata     torch.distributed.checkpoint: model.<name>, optimizer_<i>.state.<name>.<key>
+  meta.pt                        everything else that plain `torch.load(weights_only=True)` can read
+  extra.pt                       what it cannot (objects of the user's classes), only if there is any
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.boxes import GlobalTensor
@@ -67,7 +68,7 @@ def save_directory(checkpoint: dict[str, Any], path: str | os.PathLike[str], wor
     rest["optimizer_states"] = _complete(rest.get("optimizer_states", []), world)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is (unavailable|disabled).*")
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=world.size == 1)
+        dcp_save(tensors, storage_writer=FileSystemWriter(partial), no_dist=world.size == 1)
     if world.rank == 0:
         _write_rest(rest, partial)
         _replace(partial, final)
@@ -115,7 +116,8 @@ def _complete(optimizers: Sequence[dict[str, Any]], world: Communicator) -> list
 
 
 def _write_rest(rest: dict[str, Any], folder: Path) -> None:
-    safe, extra = {}, {}
+    safe: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     for key, value in rest.items():
         (safe if _loads_safely(value) else extra)[key] = value
     torch.save(safe, folder / "meta.pt")
@@ -215,5 +217,3 @@ def _collect(mine: Any, known: list[tuple[int, tuple[Any, ...]]], world: Communi
     if world.rank == owner:
         whole.copy_(mine.boxes[0][1])
     return world.broadcast(whole, owner).cpu() if world.rank == 0 else world.broadcast(whole, owner)
-
-

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
 from lightning_3d import ThreeDStrategy

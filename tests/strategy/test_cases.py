@@ -41,7 +41,7 @@ def test_a_tie_survives_the_meta_device() -> None:
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_one_clipping_norm_over_the_mesh(algorithm: str) -> None:
     """C1, C2, C4: the tie and the replicated weights are counted once, all stages and shards are seen."""
-    (want_norm, want), = launch(clipped, 1, [(None, algorithm)])[0]
+    ((want_norm, want),) = launch(clipped, 1, [(None, algorithm)])[0]
     layouts = [sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1), sizes(2, 1, zero_stage=0), sizes(1, 2, zero_stage=0)]
     for rank in launch(clipped, 4, [(layout, algorithm) for layout in layouts]):
         for layout, (norm, got) in zip(layouts, rank, strict=True):

@@ -17,7 +17,9 @@ def launch(world: int, cases: list[tuple[dict[str, Any], int]]) -> list[list[dic
     return run_distributed(count_all, world, cases, init_process_group=False, timeout=120)
 
 
-def select(counted: dict[str, Any], axis: str, op: str | None = None, phase: str | None = None) -> tuple[int, int, int, float]:
+def select(
+    counted: dict[str, Any], axis: str, op: str | None = None, phase: str | None = None
+) -> tuple[int, int, int, float]:
     found = [
         t for (p, a, o), t in counted["traffic"].items()
         if a == axis and (op is None or o == op) and (phase is None or p == phase)
@@ -57,7 +59,7 @@ def test_pipeline_messages() -> None:
         # the gradient of the tied embedding, and one byte that says whether it was used
         assert calls == 2
         assert elements == tied + 1
-        assert set(a for _, a, _ in counted["traffic"]) <= {"pp", "control", "replica"}
+        assert {a for _, a, _ in counted["traffic"]} <= {"pp", "control", "replica"}
 
 
 def test_data_parallel_traffic() -> None:

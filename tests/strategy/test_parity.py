@@ -23,7 +23,9 @@ MICROBATCHES: list[int | str] = [1, 2, 4, 5, "auto"]
 
 def layouts(world: int) -> list[tuple[int, int, int]]:
     sizes = [1, 2, 4, 8]
-    return [(tp, pp, dp) for tp, pp, dp in product(sizes, sizes, sizes) if tp * pp * dp == world and tp <= 4 and pp <= 4]
+    return [
+        (tp, pp, dp) for tp, pp, dp in product(sizes, sizes, sizes) if tp * pp * dp == world and tp <= 4 and pp <= 4
+    ]
 
 
 def case_for(model: str, layout: tuple[int, int, int], accumulate: int, microbatches: int | str) -> Case:
@@ -48,7 +50,9 @@ def reference(case: Case) -> dict[str, Any]:
 def check(layout: tuple[int, int, int], cases: list[Case], timeout: float = 240) -> None:
     tp, pp, dp = layout
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    ranks = run_distributed(on_layout, tp * pp * dp, cases, sizes, tp * pp * dp, init_process_group=False, timeout=timeout)
+    ranks = run_distributed(
+        on_layout, tp * pp * dp, cases, sizes, tp * pp * dp, init_process_group=False, timeout=timeout
+    )
     for index, case in enumerate(cases):
         want = reference(case)
         for rank in (0, tp * pp * dp - 1):
@@ -82,7 +86,7 @@ def test_a_dropped_collective_is_seen(axis: str) -> None:
     """The parity test can fail: one all-reduce (or reduction) of an axis is left out."""
     layout = {"tp": (2, 1, 1), "pp": (1, 2, 1), "dp": (1, 1, 2)}[axis]
     case = Case(model="gpt_tied", samples=8, steps=1)
-    tp, pp, dp = layout
+    tp, pp, _dp = layout
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     got = run_distributed(with_a_dropped_collective, 2, axis, case, sizes, init_process_group=False, timeout=60)[0]
     assert max(differences(got, reference(case)).values()) > 1e-3
