@@ -6,6 +6,7 @@ print(lightning_3d.explain(module, batch, "tp2-pp2"))
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,8 @@ class Report:
     def worst(self) -> float:
         """Largest relative error of all that was compared."""
         tensor = self.tensor.worst if self.tensor is not None else 0.0
-        return max([tensor, self.loss_error, *self.errors.values()])
+        errors = [tensor, self.loss_error, *self.errors.values()]
+        return math.nan if any(math.isnan(e) for e in errors) else max(errors)
 
     @property
     def ok(self) -> bool:

@@ -19,7 +19,7 @@ class LogEntry(NamedTuple):
     Attributes:
         name: As given to `self.log`.
         values: A detached tensor, a number, or a torchmetrics `Metric`, per microbatch.
-        weights: The microbatches' weights (their share of the samples).
+        weights: What the values count: the `batch_size` given to `self.log`, else the share of the samples.
         kwargs: The other arguments of `self.log`; a `batch_size` is the sum over the microbatches.
     """
 
@@ -74,10 +74,12 @@ def _detached(out: Any) -> Any:
 
 def _entries(logged: Sequence[list[Logged]], weights: Sequence[float]) -> list[LogEntry]:
     found: dict[tuple[str, int], LogEntry] = {}
-    for calls, weight in zip(logged, weights, strict=True):
+    for calls, share in zip(logged, weights, strict=True):
         seen: dict[str, int] = {}
         for call in calls:
             seen[call.name] = seen.get(call.name, -1) + 1
+            size = call.kwargs.get("batch_size")
+            weight = share if size is None else float(size)
             key = (call.name, seen[call.name])  # the same name twice in one step stays two entries
             if key not in found:
                 found[key] = LogEntry(call.name, [call.value], [weight], dict(call.kwargs))

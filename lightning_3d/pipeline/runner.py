@@ -44,7 +44,9 @@ class PipelineRunner:
         module: The user's module, on `mesh.device`, tensor-parallel rewrite done.
         mesh: This rank's place.
         schedule: Name of the schedule for training.
-        num_microbatches: Microbatches per batch; a smaller batch gives one per sample.
+        num_microbatches: Microbatches per training batch; a smaller batch gives one per sample.
+        evaluation_microbatches: The same for validation, test and predict. One keeps the numbers of those steps what
+            they are on one process (a perplexity is not the mean of its microbatches').
         tensor_group: Tensor-parallel group of the rewritten module, or None.
         split: "auto", or the name of the first module of every stage but the first.
         seed: Base of all random numbers drawn inside steps.
@@ -71,6 +73,7 @@ class PipelineRunner:
         *,
         schedule: str = "1f1b",
         num_microbatches: int,
+        evaluation_microbatches: int = 1,
         tensor_group: Any = None,
         split: Split = "auto",
         seed: int = 0,
@@ -78,6 +81,7 @@ class PipelineRunner:
         recorder: Recorder | None = None,
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, mesh, num_microbatches
+        self._evaluation_microbatches = evaluation_microbatches
         self.stages, self.stage = mesh.layout.pp, mesh.at.pp
         self.split, self.seed, self.recorder = split, seed, recorder
         self._schedule = schedule_named(schedule)
@@ -113,7 +117,7 @@ class PipelineRunner:
             PipelineError: The step cannot be cut as asked.
         """
         assert self._held is None, "set up already"
-        first = self._first_microbatch(batch)
+        first = self._split(step_name, batch)[0][0]
         plan = make_plan(self.module, self.stages, self.split, lambda atoms: self._trace(step_name, first, atoms))
         self._program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
         # batches differ between replicas; the placement of parameters must not
@@ -124,8 +128,11 @@ class PipelineRunner:
         self._place(partition)
         return partition
 
-    def _first_microbatch(self, batch: Any) -> Any:
-        return split_with_sizes(batch, self.num_microbatches)[0][0]
+    def _split(self, step_name: str, batch: Any) -> tuple[list[Any], list[int]]:
+        count = self.num_microbatches if step_name == TRAINING else self._evaluation_microbatches
+        if step_name != TRAINING and count == 1:
+            return [batch], [1]
+        return split_with_sizes(batch, count)
 
     def _place(self, partition: Partition) -> None:
         assert self._held is not None
@@ -239,7 +246,7 @@ class PipelineRunner:
         Raises:
             DivergedError: The step took another path than the planned one.
         """
-        microbatches, sizes = split_with_sizes(batch, self.num_microbatches)
+        microbatches, sizes = self._split(TRAINING, batch)
         weights = [size / sum(sizes) for size in sizes] if weights is None else list(weights)
         assert len(weights) == len(microbatches), f"{len(weights)} weights for {len(microbatches)} microbatches"
         lists = [self._schedule(self.stages, len(microbatches), s) for s in range(self.stages)]
@@ -260,7 +267,7 @@ class PipelineRunner:
             *args: More arguments for the method (dataloader_idx).
         """
         assert not torch.is_grad_enabled(), "evaluation needs torch.no_grad() or torch.inference_mode()"
-        microbatches, sizes = split_with_sizes(batch, self.num_microbatches)
+        microbatches, sizes = self._split(step_name, batch)
         number = mix(zlib.crc32(step_name.encode()), self.evaluation_number)
         walk = self._walk(step_name, microbatches, (batch_idx, *args), number, None)
         walk.run(self._evaluation_lists(walk.partitions))

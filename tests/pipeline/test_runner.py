@@ -33,7 +33,7 @@ def _mesh(pp: int = 2) -> Mesh:
 
 
 def _runner(module: nn.Module, mesh: Mesh, batch: Any, **settings: Any) -> PipelineRunner:
-    runner = PipelineRunner(module, mesh, **{"num_microbatches": 3, **settings})
+    runner = PipelineRunner(module, mesh, **{"num_microbatches": 3, "evaluation_microbatches": 3, **settings})
     runner.setup("training_step", batch)
     return runner
 
