@@ -48,7 +48,9 @@ class Result:
         for table in self.tables:
             head = f"| {' | '.join(table.columns)} |"
             rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
-            parts.append("\n".join([f"**{table.title}**", "", head, rule, *(f"| {' | '.join(r)} |" for r in table.rows)]))
+            parts.append(
+                "\n".join([f"**{table.title}**", "", head, rule, *(f"| {' | '.join(r)} |" for r in table.rows)])
+            )
         return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""WHAT does a data-parallel step cost beside Lightning's own strategies?  dp=2 against DDP; one process; gloo on CPU."""
+"""WHAT does a data-parallel step cost beside Lightning's own strategies?  dp=2 against DDP, and one process."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ def _gpt_table(rows: dict[str, Comparison]) -> Table:
     return Table(
         "dp=2: a step of the whole loop",
         ["strategy", "step, ms", "ratio to DDP", "CPU per rank, ms", "CPU ratio"],
-        [[n, c.wall.text(1e3, 0), c.ratio.text(1, 2), c.cpu.text(1e3, 0), c.cpu_ratio.text(1, 2)] for n, c in rows.items()],
+        [
+            [n, c.wall.text(1e3, 0), c.ratio.text(1, 2), c.cpu.text(1e3, 0), c.cpu_ratio.text(1, 2)]
+            for n, c in rows.items()
+        ],
     )
 
 

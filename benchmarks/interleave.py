@@ -1,8 +1,8 @@
 """HOW do several `Trainer.fit` run side by side, so that a busy machine disturbs all of them alike?
 
-Every variant is a `Trainer.fit` in a thread of its own; only the thread that holds the baton runs. It is passed on at the
-beginning of a batch, after a *turn* of some steps, so all variants are alive in one launch and take turns in rounds. The
-first round, and the first step of every turn (cold caches), are not measured.
+Every variant is a `Trainer.fit` in a thread of its own; only the thread that holds the baton runs. It is passed on at
+the beginning of a batch, after a *turn* of some steps: all variants are alive in one launch and take turns in rounds.
+The first round, and the first step of every turn (cold caches), are not measured.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Baton:
 
 
 class TakeTurns(L.Callback):
-    """Passes the baton at the first batch and after every `turn` steps, and measures from batch start to batch start."""
+    """Passes the baton at the first batch and after every `turn` steps; measures from batch start to batch start."""
 
     def __init__(self, baton: Baton, index: int, turn: int) -> None:
         self._baton, self._index, self._turn = baton, index, turn
@@ -94,7 +94,9 @@ class TakeTurns(L.Callback):
             self.measured.losses.append(float(outputs["loss"]))
 
 
-def take_turns(variants: Sequence[Variant], *, devices: int, rounds: int, turn: int) -> dict[str, Measured]:
+def take_turns(
+    variants: Sequence[Variant], *, devices: int, rounds: int, turn: int, sampler: bool = True
+) -> dict[str, Measured]:
     """Run all variants in this process, one of the ranks of a launch.
 
     Args:
@@ -102,6 +104,7 @@ def take_turns(variants: Sequence[Variant], *, devices: int, rounds: int, turn: 
         devices: Processes of the launch.
         rounds: Measured turns of every variant; one more warms up.
         turn: Steps of a turn; all but the first are measured.
+        sampler: Let Lightning put in its distributed sampler, which shuffles (also with a single replica).
     """
     baton = Baton(len(variants))
     recorders = [TakeTurns(baton, i, turn) for i in range(len(variants))]
@@ -115,7 +118,7 @@ def take_turns(variants: Sequence[Variant], *, devices: int, rounds: int, turn: 
             trainer = L.Trainer(
                 accelerator="cpu", devices=devices, strategy=strategy, max_steps=(rounds + 1) * turn + 1,
                 callbacks=[recorders[index]], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                enable_model_summary=False,
+                enable_model_summary=False, use_distributed_sampler=sampler,
             )  # fmt: skip
             trainer.fit(module, loader)
             baton.pass_on(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +34,24 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
+def parts_of(batch: dict[str, Tensor], replicas: int, microbatches: int) -> list[tuple[float, dict[str, Tensor]]]:
+    """(share, microbatch): how a global batch is dealt to replicas (in turn) and cut (in order) by the default rule."""
+    size = len(next(iter(batch.values())))
+    out = []
+    for replica in range(replicas):
+        mine = {k: v[replica::replicas] for k, v in batch.items()}
+        count = size // replicas
+        cuts = [count * i // min(microbatches, count) for i in range(min(microbatches, count) + 1)]
+        for begin, end in itertools.pairwise(cuts):
+            out.append(((end - begin) / size, {k: v[begin:end] for k, v in mine.items()}))
+    return out
+
+
 class Lit(pl.LightningModule):
     optimizer = "sgd"
     lr = 0.1
+    parts: tuple[int, int] = (1, 1)
+    """The reference of a parallel run: (replicas, microbatches) whose losses are averaged by their samples."""
 
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
@@ -48,14 +64,19 @@ class Lit(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
+        loss = self.mean_loss(batch, self.parts[0], 1)
         self.log("val_loss", loss, sync_dist=True)
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
+        loss = self.mean_loss(batch, *self.parts)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
         return loss
+
+    def mean_loss(self, batch: Any, replicas: int, microbatches: int) -> Tensor:
+        if replicas == microbatches == 1:
+            return self.loss(batch)
+        return torch.stack([w * self.loss(part) for w, part in parts_of(batch, replicas, microbatches)]).sum()
 
     def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError

@@ -29,6 +29,8 @@ class Case:
     clip: float | None = None
     optimizer: str = "sgd"
     validate: bool = False
+    parts: tuple[int, int] = (1, 1)
+    """In the reference: replicas and microbatches whose losses are averaged."""
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,6 +59,7 @@ def fit(case: Case, strategy: Any, **trainer_options: Any) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         module = models.build(case.model)
         module.optimizer = case.optimizer
+        module.parts = (1, 1) if isinstance(strategy, ThreeDStrategy) else case.parts
         record = Record()
         trainer = pl.Trainer(
             max_steps=case.steps, accelerator="cpu", precision="64-true", logger=False, enable_checkpointing=False,

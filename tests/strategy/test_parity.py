@@ -32,8 +32,13 @@ def case_for(model: str, layout: tuple[int, int, int], accumulate: int, microbat
     dp = layout[2]
     # uneven for 5 microbatches and for replicas whose samples have unequal numbers of targets
     samples = 10 * dp if microbatches == 5 else 8 * dp if dp > 2 else 16
-    strategy = {"num_microbatches": microbatches} if layout[1] > 1 else {}
-    return Case(model=model, accumulate=accumulate, samples=samples, steps=2, strategy=strategy)
+    pp = layout[1]
+    strategy = {"num_microbatches": microbatches} if pp > 1 else {}
+    count = 4 * pp if microbatches == "auto" else int(microbatches)
+    return Case(
+        model=model, accumulate=accumulate, samples=samples, steps=2, strategy=strategy,
+        parts=(dp, count if pp > 1 else 1),
+    )  # fmt: skip
 
 
 @cache
@@ -104,7 +109,10 @@ def test_every_combination(layout: tuple[int, int, int], microbatches: int | str
 
 def test_five_adamw_steps_with_clipping_validation_and_a_scheduler() -> None:
     cases = [
-        Case(model=model, steps=5, samples=16, clip=0.3, optimizer="adamw", validate=True, accumulate=accumulate)
-        for model, accumulate in (("gpt_tied", 1), ("gpt", 2))
-    ]
+        Case(
+            model=model, steps=5, samples=16, clip=0.3, optimizer="adamw", validate=True, accumulate=accumulate,
+            parts=(2, 8),
+        )
+        for model, accumulate in (("gpt_tied", 1), ("llama", 2))
+    ]  # fmt: skip
     check((2, 2, 2), cases)
