@@ -124,6 +124,7 @@ class Engine:
             overrides=None if isinstance(overrides, str) else overrides,
             sequence=self.settings.sequence_parallel,
         )
+        self.tensor_plan.check_heads()
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
         agree("the tensor-parallel plan", seen, self.mesh.replica)
         if self.settings.verify and step_name == "training_step":

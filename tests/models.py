@@ -139,21 +139,21 @@ class LitHF(Lit):
             return self.model(**batch).loss
 
 
-def llama() -> LitHF:
+def llama(heads: int = 4, depth: int = 4) -> LitHF:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=depth, num_attention_heads=heads,
         num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
     return LitHF(LlamaForCausalLM(config))
 
 
-def gpt2() -> LitHF:
+def gpt2(heads: int = 4, depth: int = 4) -> LitHF:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=VOCAB, n_embd=16, n_layer=depth, n_head=heads, n_positions=64, resid_pdrop=0.0, attn_pdrop=0.0,
         embd_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return LitHF(GPT2LMHeadModel(config))
@@ -195,6 +195,14 @@ MODELS: dict[str, tuple[Callable[[], Lit], Callable[[int], Samples]]] = {
     "gpt_tied": (LitGPT, tokens),
     "llama": (llama, labelled),
     "gpt2": (gpt2, labelled),
+}
+# enough heads and blocks for eight ranks along one axis
+MODELS |= {
+    "mlp_8": (lambda: LitMLP(depth=8), vectors),
+    "gpt_8": (lambda: LitGPT(tied=False, depth=8, heads=8), tokens),
+    "gpt_tied_8": (lambda: LitGPT(depth=8, heads=8), tokens),
+    "llama_8": (lambda: llama(8, 8), labelled),
+    "gpt2_8": (lambda: gpt2(8, 8), labelled),
 }
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lightning_3d.errors import ConfigurationError
+
 _runs = 0
 """Number of watches this process has had: every run looks at a key of its own."""
 
@@ -67,7 +69,8 @@ class FailureWatch:
         except Exception as lost:  # the store died with another rank; its own report is gone, ours is printed anyway
             print(f"lightning_3d: could not tell the other ranks ({lost})", file=sys.stderr, flush=True)
             return
-        if first != message:
+        # what set-up refuses, every rank refuses
+        if first != message and not isinstance(error, ConfigurationError):
             note = f"lightning_3d: another rank failed first, this error may be a consequence: {first}"
             print(note, file=sys.stderr, flush=True)
             if hasattr(error, "add_note"):  # Python 3.11

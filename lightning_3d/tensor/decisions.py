@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.placement import Placement
 
 Kind = Literal["column", "row", "vocab", "replicated"]
@@ -20,11 +21,13 @@ class Decision:
         kind: "column" (cut over outputs), "row" (over inputs), "vocab" (over tokens), or "replicated".
         placement: How it is cut; None if replicated.
         reason: Why, in words.
+        heads: Number of attention heads the code splits its output into, if that is why it could not be cut.
     """
 
     kind: Kind
     placement: Placement | None = None
     reason: str = ""
+    heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class PlanRow:
         return self.count * math.prod(self.shape)
 
 
+def _around(name: str) -> str:
+    """The module around a parameter's module: the attention for a projection."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
 @dataclass
 class TensorPlan:
     """How a model is cut over `size` tensor-parallel ranks.
@@ -58,6 +66,7 @@ class TensorPlan:
         runs: How often the user's step was followed.
         seconds: How long planning took.
         conversions: Collectives in one step that a hand-written tensor-parallel model would not have.
+        dealt: Names of weights whose output the user's code splits into heads, which the ranks share.
         used_values: Shapes depended on values, so parameters had to be real while planning.
     """
 
@@ -71,6 +80,7 @@ class TensorPlan:
     seconds: float = 0.0
     conversions: int = 0
     used_values: bool = False
+    dealt: set[str] = field(default_factory=set)
 
     @property
     def sharded_fraction(self) -> float:
@@ -82,6 +92,28 @@ class TensorPlan:
                 total += elements
                 cut += elements if decision.placement is not None else 0
         return cut / total if total else 0.0
+
+    def check_heads(self) -> None:
+        """Refuse a plan that leaves attention whole because it has fewer heads than there are ranks.
+
+        Key and value heads may be fewer (they are replicated) as long as the rest of their module is cut.
+
+        Raises:
+            TensorPlanError: Names the module, the heads and the ranks.
+        """
+        dealt = {_around(name) for name in self.dealt}
+        for name, decision in self.decisions.items():
+            attention = _around(name)
+            if decision.heads is None or decision.heads >= self.size or attention in dealt:
+                continue
+            alike = [n for n, d in self.decisions.items() if _around(n) == attention and (d.heads or 0) % self.size]
+            whole = {self.patterns.get(n, n): "replicate" for n in alike}
+            raise TensorPlanError(
+                f"tensor_parallel_size={self.size}, but {attention or name} has {decision.heads} attention heads: "
+                f"{name} of shape {self.shapes[name]} would give a rank less than one head. Use a "
+                f"tensor_parallel_size that divides {decision.heads}, or leave attention whole on every rank with "
+                f"tensor_parallel_plan={whole}."
+            )
 
     def rows(self) -> list[PlanRow]:
         """The plan as a table, repeated blocks in one line each."""
@@ -120,7 +152,7 @@ class TensorPlan:
         for name, d in self.decisions.items():
             cut = d.placement
             data = None if cut is None else [cut.dim, list(cut.segments), cut.padding, cut.axis]
-            decisions[name] = {"kind": d.kind, "placement": data, "reason": d.reason}
+            decisions[name] = {"kind": d.kind, "placement": data, "reason": d.reason, "heads": d.heads}
         return {
             "size": self.size,
             "sequence": self.sequence,
@@ -137,7 +169,7 @@ class TensorPlan:
         for name, d in data["decisions"].items():
             cut = d["placement"]
             place = None if cut is None else Placement(cut[0], tuple(cut[1]), cut[2], cut[3])
-            decisions[name] = Decision(d["kind"], place, d["reason"])
+            decisions[name] = Decision(d["kind"], place, d["reason"], d["heads"])
         return cls(
             data["size"],
             decisions,

@@ -29,6 +29,9 @@ from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_source
 from lightning_3d.tensor.weights import WEIGHT_OPS, base_parameter, dim_in_base, einsum_with_weight, grouped_mm
 
 
+_SPLITS = frozenset(("view", "reshape", "unflatten"))
+
+
 class Refuted(BaseException):
     """An assumption does not hold. Not an `Exception`: user code must not catch it.
 
@@ -37,13 +40,19 @@ class Refuted(BaseException):
         reason: What happened.
         hints: Segmentations that might work.
         kind: "layout" if another segmentation could help.
+        heads: Number of attention heads the ranks cannot share, if that is why.
     """
 
     def __init__(
-        self, keys: frozenset[str], reason: str, hints: Sequence[tuple[int, ...]] = (), kind: str = "op"
+        self,
+        keys: frozenset[str],
+        reason: str,
+        hints: Sequence[tuple[int, ...]] = (),
+        kind: str = "op",
+        heads: int | None = None,
     ) -> None:
         super().__init__(reason)
-        self.keys, self.reason, self.hints, self.kind = keys, reason, tuple(hints), kind
+        self.keys, self.reason, self.hints, self.kind, self.heads = keys, reason, tuple(hints), kind, heads
 
 
 class Again(BaseException):
@@ -104,6 +113,7 @@ class Follow(TorchFunctionMode):
         self.last: str | None = None
         self.uses: Counter[str] = Counter()
         self.extra: Counter[str] = Counter()
+        self.dealt: set[str] = set()
         self.pairs: MutableMapping[Tensor, frozenset[str]] = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -128,6 +138,8 @@ class Follow(TorchFunctionMode):
         out = grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
         if isinstance(out, Tensor) and (not is_sharded(out) or along_sequence(out)):
             self._trace_pair(name, args, kwargs, out)
+        elif name in _SPLITS and is_sharded(out) and out.ndim > args[0].ndim:
+            self.dealt |= out.sources  # a cut dim became (heads, size of a head)
         extra = self.group.conversions + self.group.entries - before
         if extra and name not in WEIGHT_OPS:
             self.extra.update(dict.fromkeys(merged_sources(tensors_in(args, kwargs)), extra))

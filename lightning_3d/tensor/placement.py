@@ -34,6 +34,7 @@ class NoRule(Exception):
         kind: "layout" if another segmentation could help, "op" if not.
         fatal: Gathering would not be right either (`out=`, storage access): an error at run time.
         partner: The whole activation it was to be combined with.
+        heads: Number of parts (attention heads) the code splits the cut dim into, if the ranks cannot share them.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class NoRule(Exception):
         kind: str = "op",
         fatal: bool = False,
         partner: Tensor | None = None,
+        heads: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.hints, self.kind, self.fatal, self.partner = tuple(hints), kind, fatal, partner
+        self.hints, self.kind, self.fatal, self.partner, self.heads = tuple(hints), kind, fatal, partner, heads
 
 
 @dataclass(frozen=True)
@@ -198,20 +200,23 @@ def view_placement(old: Sequence[int], placement: Placement, new: Sequence[int],
             inner = stride // after
             return placement.cut((inner * size,) * (n // (inner * size)), dim)
         after *= n
+    heads = _undealt_heads(old, placement, new, size)
+    why = "" if heads is None else f"{heads} is not divisible by {size}, "
     raise NoRule(
         f"view {tuple(old)} -> {tuple(new)} would split the chunks of dim {placement.dim} over {size} ranks: "
-        f"{_why_split(old, placement, new, size)}no dim of the result holds whole chunks of {stride} elements",
+        f"{why}no dim of the result holds whole chunks of {stride} elements",
         hints=_view_hints(old, placement, new, size, tail),
         kind="layout",
+        heads=heads,
     )
 
 
-def _why_split(old: Sequence[int], placement: Placement, new: Sequence[int], size: int) -> str:
+def _undealt_heads(old: Sequence[int], placement: Placement, new: Sequence[int], size: int) -> int | None:
     """The number of heads that cannot be dealt, if the view splits the dim into (heads, size of a head)."""
     for outer, inner in pairwise(new):
         if outer * inner == old[placement.dim] and outer % size:
-            return f"{outer} is not divisible by {size}, "
-    return ""
+            return outer
+    return None
 
 
 def _view_hints(

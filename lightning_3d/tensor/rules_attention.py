@@ -28,7 +28,8 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     group, cut = query.group, query.placement
     from_right = cut.dim - query.ndim
     if from_right >= -2:
-        raise NoRule("attention over a dim that is cut", kind="layout")
+        heads = query.shape[-3] if query.ndim >= 4 and from_right == -1 else None
+        raise NoRule("attention over a dim that is cut", kind="layout", heads=heads)
     gqa = bool(given.get("enable_gqa"))
     key = _key_value(given["key"], query, from_right, gqa)
     value = _key_value(given["value"], query, from_right, gqa)

@@ -62,6 +62,7 @@ class Search:
         self.beliefs = Beliefs()
         self.tried: dict[str, list[tuple[int, ...]]] = {}
         self.history: dict[str, list[str]] = {}
+        self.heads_of: dict[str, int] = {}  # weights whose attention heads the ranks cannot share
         self.not_heads: set[str] = set()
         self.heads: set[str] = set()
         self.delivered: set[str] = set()  # sources of activations that were gathered
@@ -128,7 +129,7 @@ class Search:
             free = [g for g in groups if not g & self.facts.demands.keys()] or list(groups)
             blamed = min(free, key=lambda g: sum(map(self.facts.elements, g)))
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
-        raise Refuted(self._culprit(blamed), f"{name} of {shapes}: {why}", why.hints, why.kind)
+        raise Refuted(self._culprit(blamed), f"{name} of {shapes}: {why}", why.hints, why.kind, why.heads)
 
     def _on_whole(self, cut: ShardedTensor, gathered: Tensor) -> None:
         self.delivered |= cut.sources
@@ -193,6 +194,8 @@ class Search:
             decision = self.follow.decisions.get(key)
             segments = self._other_segments(key, decision, refuted)
             self.history.setdefault(key, []).append(refuted.reason)
+            if refuted.heads is not None:
+                self.heads_of[key] = refuted.heads
             if segments is not None:
                 self.tried.setdefault(key, []).append(segments)
                 self.beliefs.segments[key] = segments
@@ -232,6 +235,8 @@ class Search:
             plan.decisions[name] = self._decision(self.facts.key_of[id(parameter)])
             plan.shapes[name] = tuple(parameter.shape)
             plan.patterns[name] = self.facts.patterns[name]
+            if self.facts.key_of[id(parameter)] in self.follow.dealt:
+                plan.dealt.add(name)
         return plan
 
     def _decision(self, key: str) -> Decision:
@@ -240,12 +245,13 @@ class Search:
             reason = self.beliefs.replicated.get(key, "")
             if not reason and len(self.facts.shapes[key]) > 1:
                 reason = "not used as a weight of a matrix product in this step"
-            return Decision("replicated", None, _plain(reason))
+            return Decision("replicated", None, _plain(reason), self.heads_of.get(key))
+        heads = self.heads_of.get(key) if decision.placement is None else None
         reason = decision.reason
         if decision.kind == "column" and not reason:
             target = self.follow.used.get(key)
             reason = f"feeds {target}" if target else "logits stay cut"
-        return Decision(decision.kind, decision.placement, _plain(reason))
+        return Decision(decision.kind, decision.placement, _plain(reason), heads)
 
 
 def _plain(text: str) -> str:

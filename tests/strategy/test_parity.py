@@ -24,7 +24,7 @@ MICROBATCHES: list[int | str] = [1, 2, 4, 5, "auto"]
 def layouts(world: int) -> list[tuple[int, int, int]]:
     sizes = [1, 2, 4, 8]
     return [
-        (tp, pp, dp) for tp, pp, dp in product(sizes, sizes, sizes) if tp * pp * dp == world and tp <= 4 and pp <= 4
+        (tp, pp, dp) for tp, pp, dp in product(sizes, sizes, sizes) if tp * pp * dp == world
     ]
 
 
@@ -35,6 +35,8 @@ def case_for(model: str, layout: tuple[int, int, int], accumulate: int, microbat
     pp = layout[1]
     strategy = {"num_microbatches": microbatches} if pp > 1 else {}
     count = 4 * pp if microbatches == "auto" else int(microbatches)
+    if 8 in (layout[0], pp):  # more heads and blocks
+        model += "_8"
     return Case(
         model=model, accumulate=accumulate, samples=samples, steps=2, strategy=strategy,
         parts=(dp, count if pp > 1 else 1),

@@ -110,6 +110,13 @@ class RankBranch(models.LitGPT):
         return logits
 
 
+class FewHeads(models.LitGPT):
+    samples = staticmethod(models.tokens)
+
+    def __init__(self) -> None:
+        super().__init__(heads=1)
+
+
 class OwnSamples(models.LitMLP):
     """Every rank makes its own data, as a dataset that looks at the global rank does."""
 
@@ -131,6 +138,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "rank": (RankBranch, {"tensor_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
     "rank_pp": (RankBranch, {"pipeline_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
     "samples": (OwnSamples, {"tensor_parallel_size": 2}, ["different batches", "distributed_sampler_kwargs"]),
+    "heads": (
+        FewHeads,
+        {"tensor_parallel_size": 2},
+        ["tensor_parallel_size=2", "blocks.0 has 1 attention head", "blocks.0.qkv.weight", "replicate"],
+    ),
     "plan": (
         models.LitMLP,
         {"tensor_parallel_size": 2, "tensor_parallel_plan": {"nett.2": "column"}},
