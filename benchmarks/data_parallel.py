@@ -103,10 +103,7 @@ def _gpt_table(rows: dict[str, Comparison]) -> Table:
     return Table(
         "dp=2: a step of the whole loop",
         ["strategy", "step, ms", "ratio to DDP", "CPU per rank, ms", "CPU ratio"],
-        [
-            [n, c.wall.text(1e3, 0), c.ratio.text(1, 2), c.cpu.text(1e3, 0), c.cpu_ratio.text(1, 2)]
-            for n, c in rows.items()
-        ],
+        [[name, *c.texts(name == DDP)] for name, c in rows.items()],
     )
 
 
@@ -114,6 +111,6 @@ def _tiny_table(rows: dict[str, Comparison]) -> Table:
     base = rows[SINGLE].wall.middle
     lines = []
     for name, c in rows.items():
-        more = f"{1e6 * base * (c.ratio.middle - 1):+.0f}" if name != SINGLE else "-"
-        lines.append([name, c.wall.text(1e6, 0), c.ratio.text(1, 2), more])
+        more = ["1", "-"] if name == SINGLE else [c.ratio.text(1, 2), f"{1e6 * base * (c.ratio.middle - 1):+.0f}"]
+        lines.append([name, c.wall.text(1e6, 0), *more])
     return Table("one process, tiny module", ["strategy", "step, us", "ratio", "more per step, us"], lines)

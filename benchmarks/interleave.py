@@ -152,6 +152,11 @@ class Comparison:
     cpu_ratio: Spread
     losses: list[list[float]]
 
+    def texts(self, base: bool) -> list[str]:
+        """Cells of a table, in ms: step, ratio, CPU, ratio of CPU."""
+        ratios = ["1", "1"] if base else [self.ratio.text(1, 2), self.cpu_ratio.text(1, 2)]
+        return [self.wall.text(1e3, 0), ratios[0], self.cpu.text(1e3, 0), ratios[1]]
+
     def plain(self) -> dict[str, Any]:
         return {
             **{k: getattr(self, k).plain() for k in ("wall", "cpu", "ratio", "cpu_ratio")},

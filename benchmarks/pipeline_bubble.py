@@ -102,14 +102,15 @@ def _torch(model: Model, stage: int, schedule: str, batch: tuple[Tensor, Tensor]
     return lambda: plan.step()
 
 
-def _timed(step: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds from a start all ranks have agreed on to this rank's end, and seconds it slept in its stage."""
+def _timed(step: Callable[[], Any]) -> tuple[float, float, float]:
+    """Seconds from a start all ranks have agreed on to this rank's end; of these asleep in its stage; CPU seconds."""
     start: list[Any] = [time.monotonic() + 0.02]
     dist.broadcast_object_list(start, 0)
     _slept[0] = 0.0
     time.sleep(max(0.0, start[0] - time.monotonic()))
+    cpu = time.process_time()
     step()
-    return time.monotonic() - start[0], _slept[0]
+    return time.monotonic() - start[0], _slept[0], time.process_time() - cpu
 
 
 def stage_rank(counts: list[int], seconds: float, repeats: int) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def stage_rank(counts: list[int], seconds: float, repeats: int) -> dict[str, Any
                 _torch(theirs, mesh.rank, schedule, batch, count),
                 theirs.block(mesh.rank).linear.weight,
             )
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     gradients: dict[str, Tensor | None] = {}
     for repeat in range(repeats + 1):
         for name, (step, weight) in runs.items():
@@ -149,41 +150,44 @@ def run(smoke: bool, progress: Progress) -> Result:
     counts, seconds, repeats = ([4], 0.002, 2) if smoke else ([8, 16], 0.02, 6)
     progress(f"pipeline: {STAGES} sleeping stages")
     ranks = run_distributed(stage_rank, STAGES, counts, seconds, repeats, timeout=240)
-    rows, data = [], {}
+    bubbles: list[list[str]] = []
+    overheads: list[list[str]] = []
+    data: dict[str, Any] = {}
     for schedule in ("1f1b", "gpipe"):
         for count in counts:
             formula = (STAGES - 1) / (count + STAGES - 1)
             ideal = 3 * seconds * (count + STAGES - 1)
-            found = {system: _bubble(ranks, f"{schedule}/{count}/{system}", ideal) for system in (OURS, TORCH)}
-            rows.append(
-                [schedule, str(count), f"{formula:.3f}"]
-                + [found[system][0].text(1, 3) for system in (OURS, TORCH)]
-                + [found[system][1].text(1e3, 1) for system in (OURS, TORCH)]
-            )
+            found = {system: _figures(ranks, f"{schedule}/{count}/{system}", ideal) for system in (OURS, TORCH)}
+            case = [schedule, str(count)]
+            bubbles.append([*case, f"{formula:.3f}", *(figures["bubble"].text(1, 3) for figures in found.values())])
+            overheads.append([*case, *(f[key].text(1e3, 0) for key in ("late", "cpu") for f in found.values())])
             data[f"{schedule}/{count}"] = {
                 "formula": formula,
-                "bubble": {system: bubble.plain() for system, (bubble, _) in found.items()},
-                "late": {system: late.plain() for system, (_, late) in found.items()},
+                **{system: {key: spread.plain() for key, spread in found[system].items()} for system in found},
                 "gradient_error": _gradient_error(ranks, f"{schedule}/{count}"),
             }
     setting = (
         f"{STAGES} processes, one block per stage that sleeps {1e3 * seconds:g} ms in forward and {2e3 * seconds:g} ms "
         "in backward (both systems run the same modules). `PipelineRunner.train_step` against `Schedule1F1B.step` and "
         "`ScheduleGPipe.step` (shapes given, no extra forward), in one launch, in turns, from a start time all ranks "
-        f"agree on; {repeats} repetitions. Bubble = 1 - slept / ({STAGES} x makespan), formula (p-1)/(m+p-1). Late = "
-        "makespan beyond the ideal (m+p-1) x 3 x t. Median (quartiles)."
+        f"agree on; {repeats} repetitions. Bubble = 1 - slept / ({STAGES} x makespan), formula (p-1)/(m+p-1). Late: "
+        "ms of makespan beyond the ideal (m+p-1) x 3 x t. CPU: ms per rank and step. Median (quartiles)."
     )
-    columns = ["schedule", "m", "formula", "ours", "torch", "ours late, ms", "torch late, ms"]
-    return Result("pipeline_bubble", setting, [Table("bubble", columns, rows)], data)
+    tables = [
+        Table("bubble", ["schedule", "m", "formula", "ours", "torch"], bubbles),
+        Table("overhead, ms", ["schedule", "m", "late: ours", "late: torch", "CPU: ours", "CPU: torch"], overheads),
+    ]
+    return Result("pipeline_bubble", setting, tables, data)
 
 
-def _bubble(ranks: list[dict[str, Any]], name: str, ideal: float) -> tuple[Spread, Spread]:
-    bubbles, late = [], []
+def _figures(ranks: list[dict[str, Any]], name: str, ideal: float) -> dict[str, Spread]:
+    bubbles, late, cpu = [], [], []
     for measured in zip(*(r["times"][name] for r in ranks), strict=True):
-        makespan = max(end for end, _ in measured)
-        bubbles.append(1 - sum(slept for _, slept in measured) / (STAGES * makespan))
+        makespan = max(end for end, _, _ in measured)
+        bubbles.append(1 - sum(slept for _, slept, _ in measured) / (STAGES * makespan))
         late.append(makespan - ideal)
-    return Spread.of(bubbles), Spread.of(late)
+        cpu.append(sum(used for _, _, used in measured) / STAGES)
+    return {"bubble": Spread.of(bubbles), "late": Spread.of(late), "cpu": Spread.of(cpu)}
 
 
 def _gradient_error(ranks: list[dict[str, Any]], name: str) -> float:

@@ -103,9 +103,7 @@ def run(smoke: bool, progress: Progress) -> Result:
         progress(f"tensor parallel: width {width}")
         found = compare(run_distributed(ranks, 2, sizes, rounds, turn, timeout=300), DTENSOR)
         for name, c in found.items():
-            rows.append(
-                [name, str(width), c.wall.text(1e3), c.ratio.text(1, 2), c.cpu.text(1e3), c.cpu_ratio.text(1, 2)]
-            )
+            rows.append([name, str(width), *c.texts(name == DTENSOR)])
         data[str(width)] = {"sizes": sizes, **{name: c.plain() for name, c in found.items()}}
     setting = (
         f"{rest['layers']} blocks of attention and MLP (heads of {HEAD}, explicit softmax in both, sequence "

@@ -230,7 +230,8 @@ class Lifecycle(_Base):
         assert engine.zero is not None
         args = (*args, *kwargs.values())
         self._check_first_batches("training_step", args[0])
-        trainer: Any = self.lightning_module.trainer
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if engine.runner is None:
             engine.zero.begin()

@@ -41,7 +41,7 @@ def materialize(root: nn.Module, device: torch.device) -> bool:
 
 
 def _replace_meta(module: nn.Module, device: torch.device, real: dict[int, Tensor]) -> list[str]:
-    """Real tensors in place of the module's own meta ones; the names of those that are new (not tied to earlier ones)."""
+    """Real tensors in place of the module's own meta ones; names of those that are new (not tied to earlier ones)."""
     new = []
     for table in (module._parameters, module._buffers):
         for key, tensor in list(table.items()):

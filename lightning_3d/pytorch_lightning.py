@@ -13,11 +13,11 @@ from lightning_3d.launch import WholeWeights
 from lightning_3d.strategy import ThreeDStrategyBase
 
 
-class WholeWeightsLauncher(WholeWeights, _MultiProcessingLauncher):
+class WholeWeightsLauncher(WholeWeights, _MultiProcessingLauncher):  # type: ignore[misc]
     """The launcher of `pytorch_lightning`."""
 
 
-class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):
+class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):  # type: ignore[misc]
     """Tensor x pipeline x data parallelism for an unmodified LightningModule of `pytorch_lightning`.
 
     The same as `lightning_3d.ThreeDStrategy`, which serves `lightning.pytorch`.

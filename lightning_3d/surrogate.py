@@ -35,7 +35,7 @@ class _Publish(torch.autograd.Function):
 
 
 def _check_unscaled(grad: Tensor, scale: float, on_cpu: bool) -> None:
-    """While accumulating the sums stay where they are, so a factor that differs from batch to batch cannot be applied."""
+    """Sums of accumulated batches stay where they are: a factor that differs from batch to batch cannot be applied."""
     fits = torch.isclose(grad.double(), torch.full_like(grad, scale, dtype=torch.float64), rtol=1e-6)
     message = (
         "the loss was rescaled in a `backward` hook on a batch whose gradients are being accumulated in a pipeline; "

@@ -28,7 +28,6 @@ from lightning_3d.tensor.resolve import reentered
 from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources
 from lightning_3d.tensor.weights import WEIGHT_OPS, base_parameter, dim_in_base, einsum_with_weight, grouped_mm
 
-
 _SPLITS = frozenset(("view", "reshape", "unflatten"))
 
 

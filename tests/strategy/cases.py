@@ -136,27 +136,31 @@ class Ids(pl.Callback):
         self.ids += batch["x"][:, 0].int().tolist()
 
 
+class Samples(pl.LightningDataModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def train_dataloader(self) -> Any:
+        if self.kind == "own_sampler":  # keyed on the global rank, as written for DDP
+            sampler = DistributedSampler(Index(), dist.get_world_size(), dist.get_rank(), shuffle=False)
+            return DataLoader(Index(), batch_size=2, sampler=sampler)
+        if self.kind == "batch_sampler":
+            return DataLoader(Index(), batch_sampler=BatchSampler(list(range(16)), 2, False))
+        if self.kind == "stream":
+            stream = Stream()
+            stream.trainer = self.trainer
+            return DataLoader(stream, batch_size=2)
+        return DataLoader(Index(), batch_size=2, shuffle=self.kind == "shuffled")
+
+
 def sample_ids(sizes: dict[str, Any], kinds: list[str]) -> list[tuple[list[int], int]]:
     out = []
     for kind in kinds:
         record = Ids()
         trainer = trainer_for(ThreeDStrategy(**sizes), callbacks=[record])
-
-        class Data(pl.LightningDataModule):
-            def train_dataloader(self) -> Any:
-                if kind == "own_sampler":  # keyed on the global rank, as written for DDP
-                    sampler = DistributedSampler(Index(), dist.get_world_size(), dist.get_rank(), shuffle=False)
-                    return DataLoader(Index(), batch_size=2, sampler=sampler)
-                if kind == "batch_sampler":
-                    return DataLoader(Index(), batch_sampler=BatchSampler(list(range(16)), 2, False))
-                if kind == "stream":
-                    stream = Stream()
-                    stream.trainer = self.trainer
-                    return DataLoader(stream, batch_size=2)
-                return DataLoader(Index(), batch_size=2, shuffle=kind == "shuffled")
-
         torch.manual_seed(5)
-        trainer.fit(models.LitMLP(), datamodule=Data())
+        trainer.fit(models.LitMLP(), datamodule=Samples(kind))
         out.append((record.ids, trainer.global_step))
     return out
 

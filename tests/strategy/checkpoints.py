@@ -53,7 +53,7 @@ def train(
 
 
 def save_and_resume(cases: list[tuple[Any, ...]], folder: str) -> list[Any]:
-    """(sizes to save with, sizes to resume with, model, optimizer, file): the whole run, and resumed after 2 of 4 steps."""
+    """(sizes to save with, to resume with, model, optimizer, file): the whole run, and resumed after 2 of 4 steps."""
     out = []
     for index, (saved, resumed, name, optimizer, file) in enumerate(cases):
         where = Path(folder) / f"case{index}"

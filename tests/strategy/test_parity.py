@@ -23,9 +23,7 @@ MICROBATCHES: list[int | str] = [1, 2, 4, 5, "auto"]
 
 def layouts(world: int) -> list[tuple[int, int, int]]:
     sizes = [1, 2, 4, 8]
-    return [
-        (tp, pp, dp) for tp, pp, dp in product(sizes, sizes, sizes) if tp * pp * dp == world
-    ]
+    return [(tp, pp, dp) for tp, pp, dp in product(sizes, sizes, sizes) if tp * pp * dp == world]
 
 
 def case_for(model: str, layout: tuple[int, int, int], accumulate: int, microbatches: int | str) -> Case:
