@@ -104,6 +104,7 @@ def _torch(model: Model, stage: int, schedule: str, batch: tuple[Tensor, Tensor]
 
 def _timed(step: Callable[[], Any]) -> tuple[float, float, float]:
     """Seconds from a start all ranks have agreed on to this rank's end; of these asleep in its stage; CPU seconds."""
+    dist.barrier()  # everybody is done with the step before, or the start would lie in its tail
     start: list[Any] = [time.monotonic() + 0.02]
     dist.broadcast_object_list(start, 0)
     _slept[0] = 0.0

@@ -52,7 +52,7 @@ def describe_plan(
         parts.append(tensor_table(_tensor_rows(plan, shapes), title=title))
     if stages is not None:
         parts.append(stage_table(_stage_rows(layout, plan, shapes, stages)))
-    return render(*parts)
+    return render(*parts, width=100)
 
 
 def _tensor_rows(plan: TensorPlan, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRow]:

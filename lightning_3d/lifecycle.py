@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import (
     _collect_rng_states,
     _set_rng_states,
     pl_worker_init_function,
 )
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_3d.data import check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
 from lightning_3d.engine import Engine, Settings
@@ -139,6 +141,12 @@ class Lifecycle(_Base):
                 f"{type(module).__name__} was already cut by another strategy; its parameters here are parts. Make a "
                 "new module (load_from_checkpoint, or a second instance), or go on with the Trainer that cut it."
             )
+        if fitting and layout.pp > 1 and any(isinstance(m, _BatchNorm) for m in module.modules()):
+            rank_zero_warn(
+                "BatchNorm in a pipeline normalises every microbatch by itself and updates its running statistics once "
+                "per microbatch, as gradient accumulation does; replica 0's statistics are used for evaluation and "
+                "saved. Set num_microbatches=1, or use a norm that does not depend on the batch, if that matters."
+            )
         if fitting and layout.pp > 1 and not module.automatic_optimization:
             raise ConfigurationError(
                 f"{type(module).__name__} uses manual optimization (automatic_optimization=False) with "
@@ -222,6 +230,23 @@ class Lifecycle(_Base):
             load_model_directory(self._engine.state(), checkpoint[PATH_KEY], strict)
         else:
             load_model_file(self._engine.state(), checkpoint["state_dict"], strict)
+
+    # -- evaluation
+    def on_validation_start(self) -> None:
+        self._share_statistics()
+
+    def on_test_start(self) -> None:
+        self._share_statistics()
+
+    def _share_statistics(self) -> None:
+        """Replica 0's running statistics everywhere: every replica has seen other samples. (DDP does so, too.)"""
+        assert self._mesh is not None
+        assert self.lightning_module is not None
+        if self._mesh.layout.dp > 1:
+            for norm in self.lightning_module.modules():
+                if isinstance(norm, _BatchNorm) and norm.track_running_stats:
+                    for buffer in norm.buffers():
+                        self._mesh.data.broadcast(buffer, 0)
 
     # -- steps
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,99 @@
+"""Callbacks, loggers, precisions, evaluation, the other Lightning package, BatchNorm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_3d
+from lightning_3d.testing import preload, relative_error, run_distributed
+from tests import models
+from tests.strategy import lightnings
+
+preload("tests.models", "tests.strategy.lightnings", "pytorch_lightning")
+
+
+def sizes(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
+    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, **more}
+
+
+def launch(function: Any, world: int, *args: Any) -> list[Any]:
+    return run_distributed(function, world, *args, init_process_group=False, timeout=120)
+
+
+@pytest.mark.parametrize(("layout", "world"), [(sizes(1, 2), 2), (sizes(2, 1), 4), (sizes(2, 2), 4)])
+def test_callbacks_see_the_same_on_every_rank(layout: dict[str, Any], world: int, tmp_path: Path) -> None:
+    ranks = launch(lightnings.with_callbacks, world, layout, str(tmp_path))
+    lead = ranks[0]
+    for rank in ranks:
+        for key in ("epochs", "best", "path", "validated"):
+            assert rank[key] == lead[key]
+    assert lead["epochs"] == 2  # EarlyStopping
+    assert lead["validated"] == pytest.approx(lead["best"], rel=1e-12)
+    assert f"{lead['best']:.4f}" in lead["path"]
+    assert {"loss", "loss_step", "loss_epoch"} <= set(lead["shown"])
+    assert len(lead["losses"]) == 4
+    assert lead["rates"] == pytest.approx([1e-2, 1e-2 / 2, 1e-2 / 3, 1e-2 / 4])
+    assert [p.name for p in (tmp_path / "kept").iterdir()] == [lead["path"]]
+
+
+@pytest.mark.parametrize(("precision", "close"), [("32-true", 1e-5), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)])
+def test_precisions(precision: str, close: float) -> None:
+    want = launch(lightnings.in_precision, 1, None, precision)[0]
+    for layout, world in ((sizes(2), 2), (sizes(1, 2), 2), (sizes(2, 2), 4)):
+        for got in launch(lightnings.in_precision, world, layout, precision):
+            assert got == pytest.approx(want, rel=close)
+
+
+def test_fit_test_and_predict_with_batches_of_changing_size() -> None:
+    want = launch(lightnings.evaluate, 1, None)[0]
+    for layout, world in ((sizes(2), 2), (sizes(1, 2), 2), (sizes(1, 2, num_microbatches=5), 2), (sizes(2, 2), 4)):
+        ranks = launch(lightnings.evaluate, world, layout)
+        for got in ranks:
+            assert got["steps"] == want["steps"] == 6
+            assert got["test_loss"] == pytest.approx(want["test_loss"], rel=1e-9)
+            assert max(relative_error(got["parameters"][n], p) for n, p in want["parameters"].items()) <= 1e-9
+        # predictions live where Lightning looks for them: on global rank zero, which is on the last stage
+        assert relative_error(ranks[0]["predictions"], want["predictions"]) <= 1e-9
+
+
+def test_both_lightning_packages() -> None:
+    for steps, loss, wrong_trainer, wrong_module in launch(lightnings.in_pytorch_lightning, 4):
+        assert steps == 2
+        assert 0 < loss < 10
+        assert "lightning_3d.pytorch_lightning.ThreeDStrategy" in wrong_trainer
+        assert "`model` must be a `LightningModule`" in wrong_module  # Lightning says so before it asks the strategy
+
+
+def test_batch_norm_has_a_rule_and_a_warning() -> None:
+    for rank in launch(lightnings.batch_norm, 4, sizes(1, 2, num_microbatches=4)):
+        messages, _, count, _ = rank
+        assert count == 2 * 4  # once per microbatch
+        assert len(messages) <= 1
+    ranks = launch(lightnings.batch_norm, 4, sizes(1, 2, num_microbatches=4))
+    assert "once per microbatch" in ranks[0][0][0]
+    assert all(rank[1] == ranks[0][1] for rank in ranks)
+    assert all(rank[3] == pytest.approx(ranks[0][3], rel=1e-12) for rank in ranks)
+    direct = launch(lightnings.batch_norm, 4, sizes())
+    assert direct[0][0] == []
+    assert direct[0][2] == 2
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2-pp2", "tp4-pp4-dp8"])
+def test_verify_and_explain(layout: str) -> None:
+    module = models.build("gpt_tied")
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    batch = next(iter(models.loader("gpt_tied", 4, 4)))
+    report = lightning_3d.verify(module, batch, layout)
+    assert report.ok
+    assert report.worst <= 1e-12
+    report.raise_if_wrong()
+    text = lightning_3d.explain(module, batch, layout)
+    assert ("column" in text) == ("tp" in layout)
+    assert ("pipeline stages" in text) == ("pp" in layout)
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+    assert not module.__dict__.keys() & {"log", "log_dict"}
