@@ -34,7 +34,7 @@ def test_callbacks_see_the_same_on_every_rank(layout: dict[str, Any], world: int
     assert lead["epochs"] == 2  # EarlyStopping
     assert lead["validated"] == pytest.approx(lead["best"], rel=1e-12)
     assert f"{lead['best']:.4f}" in lead["path"]
-    assert {"loss", "loss_step", "loss_epoch"} <= set(lead["shown"])
+    assert {"loss_step", "loss_epoch"} <= set(lead["shown"])
     assert len(lead["losses"]) == 4
     assert lead["rates"] == pytest.approx([1e-2, 1e-2 / 2, 1e-2 / 3, 1e-2 / 4])
     assert [p.name for p in (tmp_path / "kept").iterdir()] == [lead["path"]]
