@@ -137,7 +137,8 @@ def stage_rank(counts: list[int], seconds: float, repeats: int) -> dict[str, Any
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     gradients: dict[str, Tensor | None] = {}
     for repeat in range(repeats + 1):
-        for name, (step, weight) in runs.items():
+        for name in sorted(runs, reverse=repeat % 2 == 0):  # neither system always comes after the other
+            step, weight = runs[name]
             weight.grad = None
             measured = _timed(step)
             gradients[name] = weight.grad
@@ -148,7 +149,7 @@ def stage_rank(counts: list[int], seconds: float, repeats: int) -> dict[str, Any
 
 def run(smoke: bool, progress: Progress) -> Result:
     """All schedules in one launch."""
-    counts, seconds, repeats = ([4], 0.002, 2) if smoke else ([8, 16], 0.02, 6)
+    counts, seconds, repeats = ([4], 0.002, 2) if smoke else ([8, 16], 0.02, 8)
     progress(f"pipeline: {STAGES} sleeping stages")
     ranks = run_distributed(stage_rank, STAGES, counts, seconds, repeats, timeout=240)
     bubbles: list[list[str]] = []

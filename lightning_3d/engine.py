@@ -7,6 +7,8 @@ other stages hold is dropped, and last ZeRO re-points the optimizers' groups. Pa
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -41,6 +43,10 @@ from lightning_3d.tensor import (
 )
 from lightning_3d.zero import Zero, scale_gradients, total_norm
 
+_log = logging.getLogger(__name__)
+LARGEST_PROVED = 50_000_000
+"""Parameters of the largest model that `verify="auto"` proves."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -50,7 +56,7 @@ class Settings:
     sequence_parallel: bool = False
     tensor_parallel_plan: str | dict[str, str] = "auto"
     pipeline_split: str | Sequence[str] = "auto"
-    verify: bool = True
+    verify: bool | str = "auto"
     bucket_bytes: int | None = None
     timeout: timedelta | None = None
     record_timeline: bool = False
@@ -127,9 +133,21 @@ class Engine:
         self.tensor_plan.check_heads()
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
         agree("the tensor-parallel plan", seen, self.mesh.replica)
-        if self.settings.verify and step_name == "training_step":
+        if step_name == "training_step" and self._wants_proof():
             self._prove(self.tensor_plan, step)
         rewrite(self.module, self.tensor_plan, self.tensor_group)
+
+    def _wants_proof(self) -> bool:
+        if self.settings.verify != "auto":
+            return bool(self.settings.verify)
+        count = sum(math.prod(shape) for shape in self.global_shapes.values())
+        if count > LARGEST_PROVED and self.mesh.rank == 0:
+            _log.info(
+                f"the tensor-parallel plan of this model ({count / 1e6:.0f} million parameters) is not proved before "
+                "training: that needs float64 copies of it. Prove a smaller configuration with lightning_3d.verify, or "
+                "set verify=True."
+            )
+        return count <= LARGEST_PROVED
 
     def _prove(self, plan: TensorPlan, step: Callable[[nn.Module], Any]) -> None:
         """Original against rewritten on simulated ranks; done once per run, by rank 0."""

@@ -75,7 +75,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         pipeline_split: Literal["auto"] | list[str] = "auto",
         loss_weighting: Literal["microbatch_mean", "tokens"] = "microbatch_mean",
         save_distributed_checkpoint: bool = True,
-        verify: bool = True,
+        verify: bool | Literal["auto"] = "auto",
         allow_cross_node_tensor_parallel: bool = False,
         bucket_size_mb: float | None = None,
         record_timeline: bool = False,
@@ -107,7 +107,9 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
                 gradient accumulation gives).
             save_distributed_checkpoint: Checkpoints are directories every rank writes its part of, readable by any
                 layout; False: one plain Lightning file, gathered on rank zero.
-            verify: Before training, prove the tensor-parallel plan against the original model on simulated ranks.
+            verify: Before training, prove the tensor-parallel plan: the first batch through the original and the cut
+                model on simulated ranks, in float64, loss and every gradient. "auto" does it for models of up to 50
+                million parameters (it needs some 20 times their number in bytes on rank zero), and says if it does not.
             allow_cross_node_tensor_parallel: Allow tensor_parallel_size to span machines.
             bucket_size_mb: Size of gradient buckets; None chooses by device (4 on CPU, 25 on CUDA).
             record_timeline: Keep the times of pipeline actions in `strategy.recorder`.
