@@ -16,7 +16,7 @@ from benchmarks.common import Progress, Result, Table
 from lightning_3d.demo_run import load_example
 from lightning_3d.pipeline import Trace, trace
 from lightning_3d.pipeline.planning import make_plan
-from lightning_3d.steps import call_step, logging_silenced
+from lightning_3d.probe import call_step
 from lightning_3d.tensor import TensorGroup, ThreadCommunicator, plan_tensor_parallel, rewrite, verify_tensor_plan
 
 PARTS = 3

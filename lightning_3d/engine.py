@@ -28,8 +28,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.observe import TraceRecorder
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
-from lightning_3d.probe import agree, intercept_functions
-from lightning_3d.steps import call_step, logging_silenced, metrics_alone
+from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.tensor import (
     Placement,
     ShardedTensor,
@@ -119,7 +118,7 @@ class Engine:
 
     def _cut_tensors(self, step_name: str, batch: Any) -> None:
         def step(module: nn.Module) -> Any:
-            with logging_silenced(module), self.settings.forward_context():
+            with self.settings.forward_context():
                 return call_step(module, step_name, batch, 0)
 
         overrides = self.settings.tensor_parallel_plan

@@ -7,8 +7,6 @@ isinstance lists accepts: distributed samplers, `sync_dist`, precision plugins).
 
 from __future__ import annotations
 
-import abc
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,10 +19,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_3d.arguments import CheckedArguments, check_effect
 from lightning_3d.comm import Ledger, ProcessCommunicator
 from lightning_3d.data import random_state_kept
 from lightning_3d.engine import Engine, Settings, memory_report
-from lightning_3d.errors import ConfigurationError, LayoutError, near, not_yet
+from lightning_3d.errors import ConfigurationError, LayoutError, not_yet
 from lightning_3d.launch import WholeWeightsLauncher
 from lightning_3d.layout import Layout
 from lightning_3d.lifecycle import Lifecycle
@@ -34,21 +33,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
-
-
-class CheckedArguments(abc.ABCMeta):
-    """Refuses unknown constructor arguments with the names that exist."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = [n for n in inspect.signature(cls.__init__).parameters if n != "self"]  # type: ignore[misc]
-        unknown = [name for name in kwargs if name not in known]
-        if unknown:
-            hints = "".join(f"\n  {name!r}:{near(name, known) or ' no name is close.'}" for name in unknown)
-            raise ConfigurationError(
-                f"{cls.__name__} got unknown arguments {', '.join(map(repr, unknown))}.{hints}\n"
-                f"It takes: {', '.join(known)}."
-            )
-        return super().__call__(*args, **kwargs)
 
 
 class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
@@ -143,7 +127,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         self.layout.check_supported()
         if loss_weighting != "microbatch_mean":
             raise not_yet(f"loss_weighting={loss_weighting!r}", "Use 'microbatch_mean'.")
-        self._check_effect(num_microbatches, pipeline_split, sequence_parallel, tensor_parallel_plan)
+        check_effect(self.layout, num_microbatches, pipeline_split, sequence_parallel, tensor_parallel_plan)
         self._allow_cross_node = allow_cross_node_tensor_parallel
         self._save_distributed = save_distributed_checkpoint
         self._settings = Settings(
@@ -159,40 +143,6 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         self._mesh: Mesh | None = None
         self._engine: Engine | None = None
         self._init_lifecycle()
-
-    def _check_effect(
-        self, num_microbatches: Any, pipeline_split: Any, sequence_parallel: bool, tensor_parallel_plan: Any
-    ) -> None:
-        """Refuse settings that would be accepted and ignored."""
-        layout = self.layout
-        if num_microbatches != "auto" and (isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int)):
-            raise ConfigurationError(f"num_microbatches is {num_microbatches!r}; it must be 'auto' or an integer.")
-        if num_microbatches != "auto" and num_microbatches < 1:
-            raise ConfigurationError(f"num_microbatches is {num_microbatches}; it must be at least 1.")
-        without_effect = []
-        if layout.pp == 1:
-            if num_microbatches != "auto":
-                without_effect.append(f"num_microbatches={num_microbatches}")
-            if pipeline_split != "auto":
-                without_effect.append(f"pipeline_split={pipeline_split!r}")
-            if layout.schedule != "1f1b":
-                without_effect.append(f"pipeline_schedule={layout.schedule!r}")
-            if without_effect:
-                raise ConfigurationError(
-                    f"{', '.join(without_effect)} has no effect with pipeline_parallel_size=1: a batch is cut into "
-                    "microbatches only to fill a pipeline. Set pipeline_parallel_size > 1, or remove it (use "
-                    "Trainer(accumulate_grad_batches=...) to accumulate)."
-                )
-        if layout.tp == 1:
-            if sequence_parallel:
-                without_effect.append("sequence_parallel=True")
-            if tensor_parallel_plan != "auto":
-                without_effect.append("tensor_parallel_plan")
-            if without_effect:
-                raise ConfigurationError(
-                    f"{', '.join(without_effect)} has no effect with tensor_parallel_size=1. Set "
-                    "tensor_parallel_size > 1, or remove it."
-                )
 
     def __repr__(self) -> str:
         other = "pytorch_lightning" if self.package == "lightning.pytorch" else "lightning.pytorch"

@@ -19,7 +19,7 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.events import Trace
-from lightning_3d.pipeline.execution import Program, call_step, probe_arguments
+from lightning_3d.pipeline.execution import Program
 from lightning_3d.pipeline.microbatch import batch_size, signature, split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
@@ -30,7 +30,7 @@ from lightning_3d.pipeline.rng import Seeds, mix
 from lightning_3d.pipeline.schedule import Action, forward_only, schedule_named
 from lightning_3d.pipeline.trace import trace, without_inference_tensors
 from lightning_3d.pipeline.walk import Recorder, Walk
-from lightning_3d.probe import agree
+from lightning_3d.probe import agree, call_step, probe_arguments
 
 TRAINING = "training_step"
 _SIGNATURES_KEPT = 256

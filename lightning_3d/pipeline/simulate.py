@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.pipeline.events import Vid
-from lightning_3d.pipeline.execution import Live, Program, backward, call_step, forward, loss_of, probe_arguments
+from lightning_3d.pipeline.execution import Live, Program, backward, forward, loss_of
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Partition, windows_from_starts
 from lightning_3d.pipeline.phantom import AbsentParameter, make_absent
@@ -21,7 +21,7 @@ from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds
 from lightning_3d.pipeline.stage import Logged
 from lightning_3d.pipeline.trace import trace
-from lightning_3d.probe import ModuleState
+from lightning_3d.probe import ModuleState, call_step, probe_arguments
 
 
 @dataclass

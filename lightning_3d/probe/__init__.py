@@ -5,5 +5,17 @@ from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
 from lightning_3d.probe.reads import VALUE_READS, Answers, retry
 from lightning_3d.probe.state import ModuleState
+from lightning_3d.probe.step import call_step, metrics_alone, probe_arguments
 
-__all__ = ["VALUE_READS", "Answers", "FakeParameters", "ModuleState", "agree", "intercept_functions", "retry"]
+__all__ = [
+    "VALUE_READS",
+    "Answers",
+    "FakeParameters",
+    "ModuleState",
+    "agree",
+    "call_step",
+    "intercept_functions",
+    "metrics_alone",
+    "probe_arguments",
+    "retry",
+]

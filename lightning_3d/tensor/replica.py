@@ -35,7 +35,7 @@ def exact_copy(module: nn.Module) -> nn.Module:
     for metric in [m for m in module.modules() if isinstance(m, Metric)]:
         # a metric's methods are bound to it when it is made; its own copy binds them anew. It must not talk to others.
         memo[id(metric)] = alone = copy.deepcopy(metric)
-        alone.distributed_available_fn = _never
+        alone.distributed_available_fn = _ignore
         memo.update({id(part): part for part in metric.modules() if part is not metric})
     for child in module.modules():
         if id(child) in memo:
@@ -58,10 +58,6 @@ def silence_logging(module: nn.Module) -> None:
 
 def _ignore(*_: Any, **__: Any) -> None:
     return None
-
-
-def _never() -> bool:
-    return False
 
 
 def _widened(tensor: Tensor) -> Tensor:
