@@ -68,8 +68,7 @@ def measure(build: Callable[[], L.LightningModule], whole: bool) -> dict[str, fl
     batch = (ids, ids)
 
     def step(model: nn.Module) -> Any:
-        with logging_silenced(model):
-            return call_step(model, "training_step", batch, 0)
+        return call_step(model, "training_step", batch, 0)
 
     out = {"parameters": float(sum(p.numel() for p in module.parameters()))}
     begin = time.perf_counter()
