@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class Engine:
         self.parameters = dict(module.named_parameters())
         self.global_shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}
         self.tensor_plan: TensorPlan | None = None
+        self.proved: float | None = None  # largest error of the proof, on rank zero
+        self._began = time.monotonic()
         self.tensor_group = TensorGroup(mesh.tensor)
         self.runner: PipelineRunner | None = None
         self.partition: Partition | None = None
@@ -136,6 +139,23 @@ class Engine:
             self._prove(self.tensor_plan, step)
         rewrite(self.module, self.tensor_plan, self.tensor_group)
 
+    def summary(self) -> str:
+        """One line about what was built, for the log."""
+        parts = [f"lightning_3d: {self.layout}"]
+        if self.tensor_plan is not None:
+            parts.append(f"{self.tensor_plan.sharded_fraction:.0%} of the parameters divided over tp")
+            if self.proved is not None:
+                parts.append(f"proved equal to the original to {self.proved:.0e}")
+        if self.runner is not None:
+            counts = [sum(math.prod(self.global_shapes[n]) for n in held) for held in self.stage_names()]
+            parts.append("stages of " + " + ".join(f"{count:,}" for count in counts) + " parameters")
+        return ", ".join(parts) + f" ({time.monotonic() - self._began:.1f} s). strategy.explain() shows the plan."
+
+    def stage_names(self) -> list[list[str]]:
+        """Names of the parameters every pipeline stage holds."""
+        assert self.runner is not None
+        return [[n for n, s in self.runner.holders.items() if stage in s] for stage in range(self.layout.pp)]
+
     def _wants_proof(self) -> bool:
         if self.settings.verify != "auto":
             return bool(self.settings.verify)
@@ -154,7 +174,7 @@ class Engine:
         if self.mesh.rank == 0:
             try:
                 report = verify_tensor_plan(self.module, plan, step)
-                message = "" if report.ok else str(report)
+                message, self.proved = "" if report.ok else str(report), report.worst
             except ConfigurationError as error:  # all ranks must hear of it
                 message = str(error)
         message = self.mesh.world.broadcast_object(message, 0)

@@ -34,10 +34,6 @@ class DivergedError(RuntimeError):
     """A step took another path through the model than the one the stages were planned for."""
 
 
-class PeerError(RuntimeError):
-    """Another process of the run failed; the message carries its error."""
-
-
 def not_yet(what: str, instead: str) -> ConfigurationError:
     """The error for a value that is part of the interface but not built in this version."""
     return ConfigurationError(f"{what} is not supported in this version of lightning_3d yet. {instead}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_3d.layout import Layout
 from lightning_3d.observe import StageRow, TensorRow, axis_table, mesh_table, render, stage_table, tensor_table
@@ -14,8 +14,17 @@ from lightning_3d.tensor import TensorPlan
 if TYPE_CHECKING:
     from lightning_3d.engine import Engine
 
-Stages = Sequence[tuple[tuple[str, ...], set[str]]]
-"""Per stage: its modules in the order they run, and the names of the parameters it holds."""
+
+class Stage(NamedTuple):
+    """Its modules (and parameters used outside of any) in the order they run, what it holds, and what crosses."""
+
+    modules: tuple[str, ...]
+    parameters: frozenset[str]
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+
+
+Stages = Sequence[Stage]
 
 
 def describe(engine: Engine) -> str:
@@ -25,14 +34,23 @@ def describe(engine: Engine) -> str:
 
 
 def stages_of(partition: Partition) -> Stages:
-    """Modules and parameters of every stage of a cut step."""
-    held = partition.held
+    """What every stage of a cut step runs, holds, gets and gives."""
+    held, meta = partition.held, partition.trace.meta
     modules: list[list[str]] = [[] for _ in held]
-    for n, event in partition.trace.calls():
+    receives: list[list[str]] = [[] for _ in held]
+    sends: list[list[str]] = [[] for _ in held]
+    for n, event in enumerate(partition.trace.events):
         stage = next(w.stage for w in partition.windows if w.start <= n < w.stop)
-        if event.atom not in modules[stage]:
-            modules[stage].append(event.atom)
-    return [(tuple(names), set(parameters)) for names, parameters in zip(modules, held, strict=True)]
+        for name in [event.atom] if event.kind == "atom" else sorted(event.params):
+            if name not in modules[stage]:
+                modules[stage].append(name)
+    for target, sources in enumerate(partition.receives):
+        for source, vids in sources.items():
+            shapes = " ".join("x".join(map(str, meta[vid].size)) or "scalar" for vid in vids)
+            to, since = partition.windows[target].stage, partition.windows[source].stage
+            receives[to].append(f"{shapes} from {since}")
+            sends[since].append(f"{shapes} to {to}")
+    return [Stage(tuple(modules[s]), frozenset(held[s]), tuple(receives[s]), tuple(sends[s])) for s in range(len(held))]
 
 
 def describe_plan(
@@ -67,9 +85,9 @@ def _stage_rows(
     layout: Layout, plan: TensorPlan | None, shapes: Mapping[str, tuple[int, ...]], stages: Stages
 ) -> list[StageRow]:
     rows = []
-    for stage, (modules, names) in enumerate(stages):
-        count = sum(math.prod(_local_shape(plan, name, shapes[name])) for name in names)
-        rows.append(StageRow(stage, modules, count, 4 * count))
+    for number, stage in enumerate(stages):
+        count = sum(math.prod(_local_shape(plan, name, shapes[name])) for name in stage.parameters)
+        rows.append(StageRow(number, stage.modules, count, 4 * count, stage.receives, stage.sends))
     return rows
 
 

@@ -45,9 +45,9 @@ class Layout:
         for name in ("tp", "pp", "dp", "cp", "ep", "virtual"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise LayoutError(f"{_LONG[name]} is {size!r}; it must be an integer of at least 1.")
+                raise LayoutError(f"{LONG_NAMES[name]} is {size!r}; it must be an integer of at least 1.")
         if self.zero not in (0, 1, 2, 3):
-            raise LayoutError(f"zero_stage is {self.zero!r}; it must be 0, 1, 2 or 3.")
+            raise LayoutError(f"zero_stage is {self.zero!r}; ZeRO has the stages 0, 1, 2 and 3 (here: 0 and 1 so far).")
         if self.schedule not in SCHEDULES:
             raise LayoutError(
                 f"pipeline_schedule is {self.schedule!r}; known schedules are {', '.join(SCHEDULES)}."
@@ -108,9 +108,10 @@ class Layout:
             sizes = f"tensor {self.tp} x pipeline {self.pp}" + (f" x context {self.cp}" if self.cp > 1 else "")
             fitting = list(range(self.replica_size, world_size + self.replica_size, self.replica_size))
             raise LayoutError(
-                f"{world_size} processes cannot be divided into model replicas of {self.replica_size} ({sizes}): "
-                f"{world_size} is not a multiple of {self.replica_size}. Run on {' or '.join(map(str, fitting[-2:]))} "
-                "processes (devices x num_nodes), or change tensor_parallel_size or pipeline_parallel_size."
+                f"{world_size} process{'es' if world_size > 1 else ''} cannot be divided into model replicas of "
+                f"{self.replica_size} ({sizes}): {world_size} is not a multiple of {self.replica_size}. "
+                f"Run on {' or '.join(map(str, fitting[-2:]))} processes (devices x num_nodes), or change "
+                "tensor_parallel_size or pipeline_parallel_size."
             )
         return replace(self, dp=world_size // self.replica_size)
 
@@ -141,11 +142,12 @@ class Layout:
             raise not_yet(f"expert_parallel_size={self.ep}", "Use tensor_parallel_size to share the experts.")
 
 
-_LONG = {
+LONG_NAMES = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
     "cp": "context_parallel_size",
     "ep": "expert_parallel_size",
+    "zero": "zero_stage",
     "virtual": "virtual_pipeline_size",
 }

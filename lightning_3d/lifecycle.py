@@ -12,7 +12,7 @@ from lightning.fabric.utilities.seed import (
     _set_rng_states,
     pl_worker_init_function,
 )
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -180,6 +180,7 @@ class Lifecycle(_Base):
             engine.cut(step_name, batch)
         finally:
             self._planning = False
+        rank_zero_info(engine.summary())
         self._engine = engine
         self._relay = Relay(self._mesh.replica, self._mesh.replica_control, self._mesh.device)
         attach_metrics(module, self._mesh, self._relay)
@@ -297,8 +298,9 @@ class Lifecycle(_Base):
         if engine.runner is None:
             return engine.direct_step(step_name, args)
         result = self._evaluate(step_name, args)
-        if step_name == "predict_step":  # may be large: it stays on the last stage, where global rank zero is
-            return result.outputs
+        if step_name == "predict_step":  # no logging there
+            assert self._relay is not None
+            return self._relay.broadcast(result.outputs)
         return self._shared(result, training=False)[1]
 
     def _evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:

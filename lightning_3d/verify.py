@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import ParityError
 from lightning_3d.explain import describe_plan, stages_of
@@ -150,6 +151,7 @@ def _through_stages(
     module: nn.Module, batch: Any, layout: Layout, plan: TensorPlan | None, num_microbatches: int
 ) -> tuple[float, dict[str, float]]:
     """Errors of the loss and gradients when the (rewritten) model runs in stages."""
+    batch = tree_map(_exact, batch)
     options: dict[str, Any] = {"num_microbatches": num_microbatches, "forward_context": Exactly}
     with experiment(0):
         original = exact_copy(module)
@@ -173,6 +175,11 @@ def _through_stages(
         parts = [rank.gradients[name] for rank in ranks]
         errors[name] = _gradient_error(parts, want, plan, name)
     return loss_error, errors
+
+
+def _exact(value: Any) -> Any:
+    """Floating-point inputs in float64, as the copies of the model are."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _gradient_error(parts: list[Tensor | None], want: Tensor | None, plan: TensorPlan | None, name: str) -> float:

@@ -19,6 +19,8 @@ from lightning_3d.errors import ConfigurationError
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> str:
     """A printable description: step, tensors with shapes and types, optimizer state, what else is stored."""
+    if Path(path).is_file():
+        return _describe_file(Path(path))
     rest = read_rest(path, weights_only=True) if not (Path(path) / "extra.pt").is_file() else _safe_part(path)
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {k: m for k, m in metadata.items() if isinstance(m, TensorStorageMetadata)}
@@ -63,6 +65,25 @@ def export_checkpoint(path: str | os.PathLike[str], out: str | os.PathLike[str])
     checkpoint["optimizer_states"] = [_optimizer(path, index, entry) for index, entry in enumerate(states)]
     torch.save(checkpoint, target)
     return target
+
+
+def _describe_file(path: Path) -> str:
+    """A plain Lightning file; only what `weights_only` allows is read."""
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ConfigurationError(
+            f"{path} is a plain file that holds objects of other classes, so it can only be read by unpickling, which "
+            "can run code. Load it with torch.load(..., weights_only=False) if you trust it."
+        ) from error
+    model = content.get("state_dict", content)
+    tensors = {k: v for k, v in model.items() if isinstance(v, Tensor)}
+    width = max((len(k) for k in tensors), default=0)
+    lines = [f"{path} (a plain file): epoch {content.get('epoch')}, global step {content.get('global_step')}"]
+    lines.append(f"model: {len(tensors)} tensors, {sum(t.nbytes for t in tensors.values()) / 2**20:.2f} MiB")
+    lines += [f"  {k:<{width}}  {tuple(t.shape)!s:<20} {t.dtype}" for k, t in sorted(tensors.items())]
+    lines.append(f"optimizers: {len(content.get('optimizer_states', []))}")
+    return "\n".join(lines)
 
 
 def _safe_part(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def read_rest(path: str | os.PathLike[str], weights_only: bool | None = None) ->
         ConfigurationError: It is no such directory, or holds objects that `weights_only` forbids.
     """
     folder = Path(path)
+    if not folder.exists():
+        raise ConfigurationError(f"there is no checkpoint {folder}: no file or directory of that name.")
     if not is_directory_checkpoint(folder):
         found = sorted(p.name for p in folder.iterdir())[:5] if folder.is_dir() else "nothing"
         raise ConfigurationError(

@@ -71,7 +71,8 @@ class FailureWatch:
             return
         # what set-up refuses, every rank refuses
         if first != message and not isinstance(error, ConfigurationError):
-            note = f"lightning_3d: another rank failed first, this error may be a consequence: {first}"
+            lines = first.strip().splitlines()
+            note = f"lightning_3d: another rank failed first, this error may be a consequence: {lines[0]} {lines[-1]}"
             print(note, file=sys.stderr, flush=True)
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(note)

@@ -96,7 +96,11 @@ def plain_table(
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column not in wrap, overflow="fold"
+            column,
+            justify="right" if column in right else "left",
+            no_wrap=column not in wrap,
+            overflow="fold",
+            min_width=24 if column in wrap else None,
         )
     lines = [list(row) for row in rows]
     for i, row in enumerate(lines):
@@ -136,7 +140,7 @@ def tensor_table(rows: Iterable[TensorRow], title: str = "tensor plan") -> Table
     """How the parameters are cut over tp; equal parameters of numbered blocks share a line."""
     keyed = [(row.parameter, (row.kind, _shape(row.shape), _shape(row.local_shape), row.reason)) for row in rows]
     cells = [[name, *rest] for name, rest in group_blocks(keyed)]
-    return plain_table(title, ["parameter", "cut", "whole", "per rank", "why"], cells, wrap=["why"])
+    return plain_table(title, ["parameter", "cut", "whole", "per rank", "why"], cells, wrap=["parameter", "why"])
 
 
 def stage_table(rows: Iterable[StageRow], title: str = "pipeline stages") -> Table:

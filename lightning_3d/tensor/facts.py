@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -119,6 +119,11 @@ def _declared(module: nn.Module) -> dict[str, tuple[str, str]]:
     return found
 
 
+def _tails(paths: Iterable[str]) -> set[str]:
+    """The last parts of names, for patterns that leave the beginning open."""
+    return {".".join(path.split(".")[-count:]) for path in paths for count in (1, 2, 3)}
+
+
 def _overridden(
     module: nn.Module, names: Mapping[str, nn.Parameter], overrides: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
@@ -127,21 +132,22 @@ def _overridden(
     for pattern, kind in overrides.items():
         if kind not in DEMANDS:
             raise TensorPlanError(
-                f"tensor-parallel override {pattern!r}: {kind!r} is not one of {', '.join(DEMANDS)}."
+                f"tensor_parallel_plan: {kind!r} for {pattern!r} is not one of {', '.join(DEMANDS)}."
                 + near(str(kind), DEMANDS)
             )
         hits = [n for n in names if any(fnmatch.fnmatchcase(path, pattern) for path in _paths(n))]
         if not hits:
             known = {path for n in names for path in _paths(n)}
             raise TensorPlanError(
-                f"tensor-parallel override {pattern!r} matches no parameter and no module of "
-                f"{type(module).__name__}.{near(pattern, sorted(known))}"
+                f"tensor_parallel_plan: {pattern!r} matches no parameter and no module of {type(module).__name__}."
+                f"{near(pattern, sorted(known)) or near(pattern.strip('*.'), sorted(_tails(known)))} Patterns are "
+                "matched (fnmatch) against whole names; `lightning-3d explain` lists them."
             )
         if kind != "replicate":
             hits = [n for n in hits if names[n].ndim >= 2]
             if not hits:
                 raise TensorPlanError(
-                    f"tensor-parallel override {pattern!r}: {kind!r} matches only vectors. Matrices are cut; biases "
+                    f"tensor_parallel_plan: {pattern!r} with {kind!r} matches only vectors. Matrices are cut; biases "
                     "follow their matrix. Name the matrix, or use 'replicate'."
                 )
         demands.update((n, (kind, pattern)) for n in hits)

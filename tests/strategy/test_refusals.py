@@ -30,7 +30,7 @@ preload("tests.models")
         ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor_parallel_size=1"]),
         ({"tensor_parallel_plan": {"a": "row"}}, ["tensor_parallel_plan", "tensor_parallel_size=1"]),
         ({"zero_stage": 3}, ["zero_stage=3", "not supported in this version", "zero_stage=1"]),
-        ({"zero_stage": 4}, ["zero_stage is 4", "0, 1, 2 or 3"]),
+        ({"zero_stage": 4}, ["zero_stage is 4", "0, 1, 2 and 3"]),
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "zero_bubble"}, ["zero_bubble", "1f1b"]),
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "1fb1"}, ["1fb1", "Did you mean '1f1b'"]),
         ({"pipeline_parallel_size": 2, "num_microbatches": 0}, ["num_microbatches is 0", "at least 1"]),

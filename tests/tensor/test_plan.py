@@ -24,7 +24,9 @@ def test_a_pattern_that_matches_nothing_lists_near_names() -> None:
 
 
 def test_an_unknown_kind_names_the_known_ones() -> None:
-    with pytest.raises(TensorPlanError, match=r"'columnwise' is not one of column, row, vocab, replicate.*'column'"):
+    with pytest.raises(
+        TensorPlanError, match=r"'columnwise' for 'a' is not one of column, row, vocab, replicate.*'column'"
+    ):
         plan_tensor_parallel(MLP(), mean_square, 2, overrides={"a": "columnwise"})
 
 
