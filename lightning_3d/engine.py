@@ -31,6 +31,7 @@ from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.tensor import (
+    NothingToProve,
     Placement,
     ShardedTensor,
     TensorGroup,
@@ -171,18 +172,28 @@ class Engine:
     def _prove(self, plan: TensorPlan, step: Callable[[nn.Module], Any]) -> None:
         """Original against rewritten on simulated ranks; done once per run, by rank 0."""
         message = ""
+        cause: Exception | None = None
         if self.mesh.rank == 0:
             try:
                 report = verify_tensor_plan(self.module, plan, step)
-                message, self.proved = "" if report.ok else str(report), report.worst
+                self.proved = report.worst
+                if not report.ok:
+                    message = f"the tensor-parallel model does not compute what the original does: {report}. "
+                    message += report.advice
+            except NothingToProve as error:
+                _log.warning(f"the tensor-parallel plan is not proved before training, with this batch: {error}")
             except ConfigurationError as error:  # all ranks must hear of it
-                message = str(error)
+                message, cause = f"the tensor-parallel plan could not be proved before training: {error}", error
+            except Exception as error:
+                cause = error
+                message = (
+                    "the step does not run on a float64 copy of the module, which is made to prove the tensor-parallel "
+                    f"plan before training: {type(error).__name__}: {error}. If the step is right, train without the "
+                    "proof: ThreeDStrategy(verify=False)."
+                )
         message = self.mesh.world.broadcast_object(message, 0)
         if message:
-            raise ParityError(
-                f"the tensor-parallel model does not compute what the original does: {message} Replicate the module "
-                "it names with tensor_parallel_plan={'<module>': 'replicate'}."
-            )
+            raise ParityError(message) from cause
 
     @contextmanager
     def _recorded(self, number: int) -> Iterator[None]:

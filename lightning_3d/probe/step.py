@@ -1,8 +1,13 @@
-"""HOW is one of the user's steps called?  With the arguments it takes, and outside of a running loop."""
+"""HOW is one of the user's steps called?  With the arguments it takes, and outside of a running loop.
+
+What a step reads by `self.parameters()` or `self.named_parameters()` is what it would read as an attribute: of a cut
+parameter the view with the global shape (a penalty on all weights must not see one rank's shards).
+"""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +19,8 @@ from torchmetrics import Metric
 def call_step(module: nn.Module, step_name: str, *args: Any) -> Any:
     """Call the user's step with as many arguments as it takes (batch, batch_idx, dataloader_idx), like Lightning."""
     step = getattr(module, step_name)
-    return step(*args[: count_arguments(step, len(args))])
+    with parameters_as_read():
+        return step(*args[: count_arguments(step, len(args))])
 
 
 def count_arguments(step: Callable[..., Any], available: int) -> int:
@@ -35,6 +41,45 @@ def probe_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and (p.default is p.empty or p.name == "batch_idx")
     ]
     return (batch, *([0] * (len(required) - 1)))
+
+
+_named_parameters: Any = nn.Module.named_parameters
+_inside = threading.local()  # simulated ranks are threads
+_open = 0
+_lock = threading.Lock()
+
+
+@contextmanager
+def parameters_as_read() -> Iterator[None]:
+    """While open, this thread's `parameters()` and `named_parameters()` yield what attribute access gives.
+
+    The two are replaced on `nn.Module` and not on instances, so subclasses that filter them, and submodules that are
+    made meanwhile, work. The replacement is gone when the last context is closed.
+    """
+    global _open
+    with _lock:
+        _open += 1
+        nn.Module.named_parameters = _as_read  # type: ignore[method-assign]
+    _inside.depth = getattr(_inside, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+        with _lock:
+            _open -= 1
+            if not _open:
+                nn.Module.named_parameters = _named_parameters  # type: ignore[method-assign]
+
+
+def _as_read(
+    self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Any]]:
+    for name, parameter in _named_parameters(self, prefix, recurse, remove_duplicate):
+        if hasattr(parameter, "placement") and getattr(_inside, "depth", 0) > 0:
+            path, _, leaf = name.removeprefix(f"{prefix}." if prefix else "").rpartition(".")
+            yield name, getattr(self.get_submodule(path), leaf)
+        else:
+            yield name, parameter
 
 
 @contextmanager

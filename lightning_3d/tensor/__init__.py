@@ -2,6 +2,7 @@
 
 from lightning_3d.tensor import (  # noqa: F401  (registers the rules)
     rules_attention,
+    rules_autograd,
     rules_convolution,
     rules_elementwise,
     rules_matmul,
@@ -23,12 +24,13 @@ from lightning_3d.tensor.registry import register_rule
 from lightning_3d.tensor.rewrite import original_class, rewrite
 from lightning_3d.tensor.sharded import ShardedTensor, local, map_local, placement, whole, wrap
 from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
-from lightning_3d.tensor.verify import TensorReport, verify_tensor_plan
+from lightning_3d.tensor.verify import NothingToProve, TensorReport, verify_tensor_plan
 
 __all__ = [
     "ColumnParallelLinear",
     "Decision",
     "NoRule",
+    "NothingToProve",
     "Placement",
     "PlanRow",
     "RowParallelLinear",

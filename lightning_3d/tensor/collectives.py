@@ -140,14 +140,14 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # decided before the saved tensors are touched: a recomputation there makes new consumers
-        alone = ctx.fan.consumers == 1
+        again = torch.is_grad_enabled()  # create_graph: the graph of dW reads X, too, so it has one more consumer
+        alone = ctx.fan.consumers == 1 and not again
+        ctx.fan.consumers += again
         ctx.fan.reduced_in = torch._C._current_graph_task_id() if alone else -1
         x, weight = ctx.saved_tensors
         dx = torch.matmul(grad, weight)
         pending = None
-        if alone and torch.is_grad_enabled():
-            dx = reduce_out(dx, ctx.group)
-        elif alone:
+        if alone:
             dx = dx.contiguous()
             pending = ctx.group.all_reduce_start(dx)
         rows = grad.reshape(-1, grad.shape[-1])

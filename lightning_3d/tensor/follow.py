@@ -309,7 +309,13 @@ class Follow(TorchFunctionMode):
         else:
             return
         key = self._key(bias)
-        if key is None or key in self.decisions or self.facts.demands.get(key) == "replicate":
+        if key is None:
+            return
+        self.uses[key] += 1
+        if key in self.decisions:
+            return
+        if key in self.beliefs.replicated:  # refuted, or demanded
+            self.decisions[key] = Decision("replicated", None, self.beliefs.replicated[key])
             return
         of = next(iter(weight.sources), None) if isinstance(weight, ShardedTensor) else self._key(weight)
         decision = self.decisions.get(of) if of is not None else None

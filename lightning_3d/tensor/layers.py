@@ -21,7 +21,7 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup, as_group
 from lightning_3d.tensor.operands import along_sequence, partial_to_whole, sequence_to_whole
 from lightning_3d.tensor.placement import Placement
-from lightning_3d.tensor.sharded import ShardedTensor, whole
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, whole
 
 Cuts = dict[str, tuple[Placement, frozenset[str]]]
 """Parameter of a module -> (how it is cut, its full name as source)."""
@@ -51,6 +51,8 @@ def sharded_view(name: str) -> property:
             raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
         cuts: Cuts = module.__dict__.get("tensor_cuts", {})
         if name not in cuts or getattr(parameter, "is_absent", False):  # absent: another pipeline stage holds it
+            return parameter
+        if is_sharded(parameter):  # `torch.func.functional_call` with what `named_parameters()` gave
             return parameter
         cut, source = cuts[name]
         return ShardedTensor(parameter, cut, module.tensor_group, source)
@@ -142,6 +144,7 @@ class ColumnParallelLinear(nn.Linear, _ParallelLayer):
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         cut, source = cuts["weight"]
         plain = not torch._C._len_torch_function_stack() and (bias is None or _cut_alike(cuts, cut))
+        plain = plain and not is_sharded(weight) and not is_sharded(bias)
         if not plain or cut.dim != 0 or (type(x) is ShardedTensor and not along_sequence(x)):
             return F.linear(x, self.weight, self.bias)
         assert weight is not None
@@ -205,7 +208,7 @@ class RowParallelLinear(nn.Linear, _ParallelLayer):
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         cut, _ = cuts["weight"]
         fits = type(x) is ShardedTensor and x.placement.dim == x.ndim - 1 and x.placement.like(cut)
-        if not fits or cut.dim != 1 or cut.padding or "bias" in cuts:
+        if not fits or cut.dim != 1 or cut.padding or "bias" in cuts or is_sharded(weight):
             return F.linear(x, self.weight, self.bias)
         assert weight is not None
         y = partial_to_whole(F.linear(x.local, weight), group)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.probe import FakeParameters, ModuleState
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.facts import Facts, gather_facts
-from lightning_3d.tensor.replica import silence_logging
+from lightning_3d.tensor.replica import optimization_untouched, silence_logging
 from lightning_3d.tensor.search import Search, Step
 
 _ENOUGH = 0.95
@@ -124,7 +124,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         (b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_meta and not b.is_inference()
     ]
     devices = {t.device.index for t in (*module.buffers(), *module.parameters()) if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)):
+    with torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)), optimization_untouched(module):
         silence_logging(module)
         try:
             yield

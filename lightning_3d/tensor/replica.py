@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,10 +52,40 @@ def exact_copy(module: nn.Module) -> nn.Module:
 
 
 def silence_logging(module: nn.Module) -> None:
-    """Let `self.log` of a LightningModule do nothing, so that an experiment needs no trainer and leaves no trace."""
+    """Let `self.log` of a LightningModule do nothing, so that an experiment needs no trainer and leaves no trace.
+
+    `clip_gradients` (manual optimization) neither: it would look for gradients in the module of the real run.
+    """
     for child in module.modules():
         if hasattr(child, "_trainer"):
-            child.__dict__.update(log=_ignore, log_dict=_ignore)
+            child.__dict__.update(log=_ignore, log_dict=_ignore, clip_gradients=_ignore)
+
+
+@contextmanager
+def optimization_untouched(module: nn.Module) -> Iterator[None]:
+    """Put back what a step with manual optimization changes in an experiment, whether it comes to its end or not.
+
+    It freezes parameters (`toggle_optimizer`), steps schedulers and writes into the optimizers' groups; steps of the
+    optimizers themselves are the strategy's to refuse.
+    """
+    trainer = module.__dict__.get("_trainer")
+    optimizers = getattr(trainer, "optimizers", ())
+    schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
+    trained = [(p, p.requires_grad) for p in module.parameters()]
+    groups = [(g, {k: v for k, v in g.items() if k != "params"}) for o in optimizers for g in o.param_groups]
+    before = [
+        (s, {k: copy.copy(v) if isinstance(v, (list, dict)) else v for k, v in vars(s).items()}) for s in schedulers
+    ]
+    try:
+        yield
+    finally:
+        for parameter, requires in trained:
+            parameter.requires_grad_(requires)
+        for group, values in groups:
+            group.update(values)
+        for scheduler, state in before:
+            vars(scheduler).clear()
+            vars(scheduler).update(state)
 
 
 def _ignore(*_: Any, **__: Any) -> None:

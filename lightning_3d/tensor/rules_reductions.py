@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_3d.comm import Reduction
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.operands import along_sequence, derive
-from lightning_3d.tensor.placement import NoRule
+from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule, words
 from lightning_3d.tensor.rules_elementwise import elementwise
 from lightning_3d.tensor.rules_softmax import reduced_logsumexp
@@ -73,6 +73,8 @@ def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given:
         raise NoRule(f"{name} over the cut dim {x.placement.dim}")
     if name == "logsumexp" and dims == [x.placement.dim]:
         return reduced_logsumexp(x, argument(args, kwargs, 2, "keepdim", False))
+    if name in ("norm", "linalg_vector_norm") and len(dims) == x.ndim:
+        return _norm(func, args, kwargs)
     if name not in _COMBINED:
         raise NoRule(f"{name} over the cut dim {x.placement.dim}")
     part = func(x.local, *args[1:], **kwargs)
@@ -86,6 +88,19 @@ def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given:
     if isinstance(part, tuple):
         raise NoRule(f"{name} with indices over the cut dim {x.placement.dim}")
     return _extremum(x, part, dims, "max" if "max" in name else "min")
+
+
+def _norm(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """The norm over all elements is the norm of the shards' norms, for every order but 0 (and below)."""
+    x: ShardedTensor = args[0]
+    order = argument(args, kwargs, 1, "p" if func.__name__ == "norm" else "ord", 2)
+    order = 2.0 if order in (None, "fro") else order
+    if not isinstance(order, (int, float)) or order <= 0:
+        raise NoRule(f"norm of order {order!r} over the cut dim {x.placement.dim}")
+    part = func(x.local, *args[1:], **kwargs)
+    x.group.conversions += 1
+    parts = collectives.gather(part.reshape(1), Placement(0, (x.group.size,)), x.group)
+    return torch.linalg.vector_norm(parts, order).view(part.shape)
 
 
 def _extremum(x: ShardedTensor, part: Tensor, dims: list[int], op: Reduction) -> Tensor:

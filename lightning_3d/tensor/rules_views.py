@@ -41,7 +41,7 @@ def _view_plan(
 def reshape(x: ShardedTensor, shape: Sequence[int], as_view: bool = False) -> ShardedTensor:
     """Reshape to a global shape (which may hold one -1)."""
     cut, new, local_shape = _view_plan(x._global_shape, x.placement, tuple(shape), x.group.size)
-    out = x.local.view(local_shape) if as_view else x.local.reshape(local_shape)
+    out = x.local.view(local_shape) if as_view and not x.group.dry else x.local.reshape(local_shape)
     return ShardedTensor(out, cut, x.group, x.sources, new)
 
 

@@ -1,13 +1,13 @@
 """WHO is to blame, and what next?  The search for a plan: follow the user's step, refute, believe something else.
 
-Every refutation removes one (weight, segmentation), so the search comes to an end; refutations come early in the
-forward, so most runs are short.
+Every refutation removes one (weight, segmentation) and every run that is repeated has decided one weight more, so the
+search comes to an end; refutations come early in the forward, so most runs are short.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
 Step = Callable[[Any], Any]
-_MOST_RUNS = 400
 _MOST_EXTRA = 8  # collectives per use of a weight, beyond those of its pair
 _FATAL = (DynamicOutputShapeException, DataDependentOutputException, TensorPlanError)  # no other answer cures them
 
@@ -82,7 +81,6 @@ class Search:
         state = ModuleState(self.module)
         while True:
             self.runs += 1
-            assert self.runs <= _MOST_RUNS, "the tensor planner does not come to an end"
             self.heads.clear()
             self.group.conversions = 0
             self.delivered.clear()
@@ -90,10 +88,15 @@ class Search:
                 retry(lambda answers: self._once(names, answers), _FATAL)
                 self._check_ends()
             except Again:
-                self.beliefs.pinned = dict(self.follow.decisions)
+                pinned = dict(self.follow.decisions)
+                if pinned == self.beliefs.pinned:
+                    raise _no_end(pinned.keys() & self.follow.order[-1:], "it is decided again and again") from None
+                self.beliefs.pinned = pinned
                 continue
             except Refuted as refuted:
                 self.beliefs.pinned = {}
+                if not refuted.keys - self.beliefs.replicated.keys():
+                    raise _no_end(refuted.keys, refuted.reason) from None
                 self._learn(refuted)
                 continue
             finally:
@@ -174,7 +177,9 @@ class Search:
             raise Refuted(frozenset(unmet), "its cut output never reaches a row-parallel layer")
         # code that steps through a sequence with a cut state would communicate at every step
         costly = {
-            k for k, n in follow.extra.items() if n > _MOST_EXTRA * follow.uses[k] and k not in self.facts.demands
+            k
+            for k, n in follow.extra.items()
+            if n > _MOST_EXTRA * max(1, follow.uses[k]) and k not in self.facts.demands
         }
         if costly:
             key = next(iter(self._culprit(frozenset(costly))))
@@ -252,6 +257,16 @@ class Search:
             target = self.follow.used.get(key)
             reason = f"feeds {target}" if target else "logits stay cut"
         return Decision(decision.kind, decision.placement, _plain(reason), heads)
+
+
+def _no_end(keys: Iterable[str], reason: str) -> TensorPlanError:
+    """The rules contradict each other about parameters that are whole already: nothing is left to change."""
+    names = sorted(map(_plain, keys))
+    module = names[0].rpartition(".")[0] or names[0]
+    return TensorPlanError(
+        f"no tensor-parallel plan was found: {', '.join(names)} should stay whole, but is still cut ({reason}). Leave "
+        f"the module around it whole with tensor_parallel_plan={{{module!r}: 'replicate'}}, and please report it."
+    )
 
 
 def _plain(text: str) -> str:

@@ -85,6 +85,20 @@ class ShardedTensor(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.local.requires_grad_(value)
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of a parameter that is shown whole, cut as the parameter is."""
+        grad = self.local.grad
+        return None if grad is None else ShardedTensor(grad, self.placement, self.group, self.sources)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and type(value) is not ShardedTensor:
+            value = collectives.scatter(value.detach(), self.placement, self.group)
+        elif value is not None and not value.placement.like(self.placement):
+            value = collectives.scatter(whole(value).detach(), self.placement, self.group)
+        self.local.grad = None if value is None else local(value)
+
     def dim(self) -> int:
         return len(self._global_shape)
 
@@ -159,11 +173,20 @@ def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
     target = args[0] if args else None
     args, kwargs = tree_map_only(ShardedTensor, whole, (tuple(args), kwargs))
     out = func(*args, **kwargs)
+    if name.startswith("_foreach_") and name.endswith("_"):
+        for cut, changed in zip(target or (), args[0], strict=True):
+            _write_back(cut, changed)
+        return None
     if type(target) is not ShardedTensor or not _is_in_place(name):
         return out
-    cut = target.placement
-    target.local.copy_(collectives.scatter(args[0], cut, group))
+    _write_back(target, args[0])
     return None if name == "__setitem__" else target
+
+
+def _write_back(target: Any, changed: Tensor) -> None:
+    """What an operation did in place to a gathered copy, done to the shard."""
+    if type(target) is ShardedTensor:
+        target.local.copy_(collectives.scatter(changed, target.placement, target.group))
 
 
 def operation_name(func: Any) -> str:

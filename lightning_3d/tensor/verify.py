@@ -1,6 +1,7 @@
 """IS the rewritten model the same function?  Original against rewritten, on simulated ranks, in float64.
 
-The plan is not trusted: loss and the gradient of every parameter must agree before training starts.
+The plan is not trusted: loss and the gradient of every parameter must agree before training starts. A step that calls
+`manual_backward` itself is compared by the losses it passes to it, and by the gradients all of them leave.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.registry import RULES, Args, Kwargs, words
-from lightning_3d.tensor.replica import exact_copy, redraw
+from lightning_3d.tensor.replica import exact_copy, optimization_untouched, redraw
 from lightning_3d.tensor.resolve import reentered
 from lightning_3d.tensor.rewrite import rewrite
 from lightning_3d.tensor.search import Step
-from lightning_3d.tensor.sharded import is_sharded
+from lightning_3d.tensor.sharded import is_sharded, whole
 from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
 
 _LIFTED = {
@@ -79,6 +80,19 @@ class TensorReport:
         return self.worst <= self.tolerance
 
     @property
+    def advice(self) -> str:
+        """What to do about a proof that failed."""
+        name = self.first_difference
+        if name is not None:
+            module = name.rpartition(".")[0] or name
+            return f"Leave the module around {name} whole with tensor_parallel_plan={{{module!r}: 'replicate'}}."
+        return (
+            "All gradients agree, so it is a term of the loss without a gradient, or one that reads parameters in a "
+            "way that slips past the sharding rules. Leave what it reads whole with "
+            "tensor_parallel_plan={'<module>': 'replicate'}."
+        )
+
+    @property
     def first_difference(self) -> str | None:
         """The first parameter (in the model's order) whose gradient differs."""
         return next((name for name, error in self.errors.items() if not error <= self.tolerance), None)
@@ -88,21 +102,19 @@ class TensorReport:
             return f"tensor-parallel proof over {self.size} ranks: equal, largest relative error {self.worst:.1e}"
         wrong = [name for name, error in self.errors.items() if not error <= self.tolerance]
         text = f"tensor-parallel proof over {self.size} ranks FAILED: "
-        text += f"loss off by {self.loss_error:.1e} (relative); " if not self.loss_error <= self.tolerance else ""
+        parts = [f"loss off by {self.loss_error:.1e} (relative)"] if not self.loss_error <= self.tolerance else []
         if wrong:
-            text += (
+            parts.append(
                 f"the gradient of {wrong[0]} is off by {self.errors[wrong[0]]:.1e} (tolerance {self.tolerance:.0e}), "
                 f"and {len(wrong) - 1} more of {len(self.errors)} differ"
             )
-        return text
+        return text + "; ".join(parts)
 
     def raise_if_wrong(self) -> None:
         """Raises `ParityError` unless everything agrees."""
         if not self.ok:
             raise ParityError(
-                f"{self}. This is a fault of a sharding rule, not of your model: set the module around "
-                f"{self.first_difference or 'the loss'} to 'replicate' in the tensor-parallel overrides, and please "
-                "report it."
+                f"{self}. This is a fault of a sharding rule, not of your model. {self.advice} And please report it."
             )
 
 
@@ -123,28 +135,28 @@ def verify_tensor_plan(
 
     Raises:
         ParityError: The step runs on the original but not on the rewritten model.
-        TensorPlanError: The step returns no loss, or the model cannot be copied.
+        NothingToProve: The step returns no loss (with manual optimization: it calls no backward either).
+        TensorPlanError: The model cannot be copied.
+        Exception: Whatever the step raises on the copy of the original.
 
     Memory: about (2 + plan.size * (1 - sharded fraction) + sharded fraction) float64 copies of the model.
     Collectives: none (ranks are simulated).
     """
-    with experiment(seed):
+    with experiment(seed), optimization_untouched(module):
         original = exact_copy(module)
         redraw(original, seed)
         copies = [_rewritten(original, plan, comm) for comm in ThreadCommunicator.ring(plan.size)]
         with Exactly():
             torch.manual_seed(seed)
-            loss = loss_of(step(original))
-            loss.backward()
+            losses = _run(original, step)
 
-        def body(comm: ThreadCommunicator) -> tuple[Tensor, TensorGroup]:
+        def body(comm: ThreadCommunicator) -> tuple[list[Tensor], TensorGroup]:
             model, group = copies[comm.rank]
             group.comm = comm
             torch.manual_seed(seed)
             with Exactly():
-                value = loss_of(step(model))
-                value.backward()
-            return value.detach(), group
+                values = _run(model, step)
+            return values, group
 
         with intercept_functions(function_guard, 1):
             try:
@@ -158,8 +170,8 @@ def verify_tensor_plan(
     report = TensorReport(
         plan.size,
         tolerance,
-        loss.item(),
-        max(_relative(value, loss.detach()) for value, _ in ranks),
+        losses[-1].sum().item(),
+        max(_losses_error(values, losses) for values, _ in ranks),
         ledger=group.comm.ledger,
         gathers=group.gathers,
     )
@@ -168,6 +180,44 @@ def verify_tensor_plan(
         got = [rank[name].grad for rank in parts]
         report.errors[name] = _gradient_error(parameter, got, plan, name)
     return report
+
+
+class NothingToProve(TensorPlanError):
+    """This batch gives nothing to compare."""
+
+
+def _run(module: nn.Module, step: Step) -> list[Tensor]:
+    """The step's losses; their gradients are in the module's parameters afterwards.
+
+    With manual optimization these are the losses given to `manual_backward`. The optimizers belong to the module that
+    was copied, so nothing zeroes the gradients in between: those of all losses are compared, summed.
+    """
+    losses: list[Tensor] = []
+    manual = not getattr(module, "automatic_optimization", True)
+
+    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        losses.append(whole(loss.detach()))
+        loss.backward(*args, **kwargs)
+
+    if manual:
+        module.__dict__["manual_backward"] = manual_backward
+    output = step(module)
+    if losses:
+        return losses
+    if manual and any(p.grad is not None for p in module.parameters()):  # it called `loss.backward()`
+        returned = _loss_in(output)
+        return [torch.zeros(())] if returned is None else [whole(returned.detach())]
+    loss = whole(loss_of(output))
+    if not loss.requires_grad:
+        raise NothingToProve("the loss the step returned depends on no trainable parameter (is it detached?)")
+    loss.backward()
+    return [loss.detach()]
+
+
+def _losses_error(got: list[Tensor], want: list[Tensor]) -> float:
+    if len(got) != len(want):
+        return float("inf")
+    return max(_relative(g, w) for g, w in zip(got, want, strict=True))
 
 
 def _rewritten(original: nn.Module, plan: TensorPlan, comm: ThreadCommunicator) -> tuple[nn.Module, TensorGroup]:
@@ -213,15 +263,20 @@ def _dense(x: Tensor) -> Tensor:
 
 def loss_of(output: Any) -> Tensor:
     """The loss in what a step returns."""
-    if isinstance(output, Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise TensorPlanError(
+    loss = _loss_in(output)
+    if loss is None:
+        raise NothingToProve(
             f"the step returned {type(output).__name__} without a loss tensor; a tensor, a dict with 'loss' or an "
             "object with `.loss` is needed to prove the plan."
         )
     return loss
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
 
 
 class Exactly(TorchFunctionMode):

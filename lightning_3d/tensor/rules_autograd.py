@@ -1,0 +1,31 @@
+"""Gradients that user code asks for itself: of the shards, shown as cut as what they are gradients of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.tensor.operands import derive
+from lightning_3d.tensor.registry import Args, Kwargs, argument, register_rule
+from lightning_3d.tensor.sharded import is_sharded, local
+
+
+@register_rule(torch.autograd.grad)
+def _grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.autograd.grad(loss, list(self.parameters()))`."""
+    inputs = argument(args, kwargs, 1, "inputs")
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    sharded = [x for x in inputs if is_sharded(x)]
+    if sharded and sharded[0].group.dry:  # planning shows a new view with every read: there is no graph between them
+        return tuple(derive(torch.zeros_like(x.local), x.placement, x) if is_sharded(x) else x * 0 for x in inputs)
+
+    def enter(value: Any) -> Any:
+        return tuple(map(enter, value)) if isinstance(value, (list, tuple)) else local(value)
+
+    options = {k: enter(v) for k, v in kwargs.items() if k not in ("outputs", "inputs")}
+    found = func(enter(argument(args, kwargs, 0, "outputs")), enter(inputs), *map(enter, args[2:]), **options)
+    return tuple(
+        derive(g, x.placement, x) if is_sharded(x) and g is not None else g for x, g in zip(inputs, found, strict=True)
+    )
