@@ -131,11 +131,3 @@ def check_same_batch(batch: Any, replica: Communicator, where: str) -> None:
             "global rank, or draws from an unseeded generator. Use trainer.distributed_sampler_kwargs "
             "(num_replicas, rank) instead of the world size and global rank, and seed_everything(...)."
         )
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Number of samples: the first dimension of the first tensor that has one."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    return None

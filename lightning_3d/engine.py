@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_3d.checkpoint import ParameterRecord, RunState
-from lightning_3d.data import batch_size_of
 from lightning_3d.errors import ConfigurationError, ParityError
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe import TraceRecorder
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
+from lightning_3d.pipeline.microbatch import batch_size, describe_size
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.tensor import (
@@ -99,7 +99,7 @@ class Engine:
         Raises:
             ConfigurationError: The model or the step cannot be cut as asked; equal on all ranks.
         """
-        microbatches = self._microbatches(batch)
+        microbatches = self._microbatches(step_name, batch) if self.layout.pp > 1 else 1
         with metrics_alone(self.module):
             if self.layout.tp > 1:
                 self._cut_tensors(step_name, batch)
@@ -203,16 +203,19 @@ class Engine:
         if self.recorder is not None:
             self.recorder.end_step()
 
-    def _microbatches(self, batch: Any) -> int:
+    def _microbatches(self, step_name: str, batch: Any) -> int:
         """The documented rule: 4 x pp microbatches, fewer where the batch has fewer samples."""
-        asked, size = self.settings.num_microbatches, batch_size_of(batch)
+        asked = self.settings.num_microbatches
+        if step_name != "training_step":  # evaluation is not cut
+            return 1
+        size = batch_size(batch)
         if asked == "auto":
-            return min(4 * self.layout.pp, size or 1)
+            return min(4 * self.layout.pp, size)
         assert isinstance(asked, int)
-        if size is not None and asked > size and self.layout.pp > 1:
+        if asked > size:
             raise ConfigurationError(
-                f"num_microbatches={asked}, but a batch of one data-parallel replica has {size} samples, so at most "
-                f"{size} microbatches can be cut. Raise the loader's batch_size to at least {asked}, lower "
+                f"num_microbatches={asked}, but a batch of one data-parallel replica has {describe_size(batch)}, so "
+                f"at most {size} microbatches can be cut. Raise the loader's batch_size to at least {asked}, lower "
                 "num_microbatches, or leave it 'auto'."
             )
         return asked

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_3d.data import batch_digest, batch_size_of, first_batch, fit_loader_to_replicas, random_state_kept
+from lightning_3d.data import batch_digest, first_batch, fit_loader_to_replicas, random_state_kept
 from lightning_3d.errors import ConfigurationError
 
 DATA = TensorDataset(torch.arange(10))
@@ -60,12 +60,10 @@ def test_workers_and_samplers_follow_the_replica(monkeypatch: pytest.MonkeyPatch
     assert fit_loader_to_replicas([1, 2], 0, 1, 1, pl_worker_init_function) == [1, 2]
 
 
-def test_digest_and_size() -> None:
+def test_digest() -> None:
     a = {"x": torch.ones(3, 2), "n": None, "t": ["p", 1]}
     b = {"x": torch.ones(3, 2), "n": None, "t": ["p", 1]}
     assert batch_digest(a) == batch_digest(b)
     b["x"][0, 0] = 2
     assert batch_digest(a) != batch_digest(b)
     assert batch_digest(torch.ones(4)) != batch_digest(torch.ones(2, 2))
-    assert batch_size_of(a) == 3
-    assert batch_size_of("text") is None

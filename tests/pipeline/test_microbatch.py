@@ -10,10 +10,26 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, default_collate
 
+from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import PipelineError
-from lightning_3d.pipeline.microbatch import batch_size, merge, signature, split, split_with_sizes
+from lightning_3d.pipeline.microbatch import (
+    Memory,
+    batch_size,
+    describe_size,
+    merge,
+    signature,
+    split,
+    split_with_sizes,
+)
+from lightning_3d.testing import full_parameters, preload, relative_error, run_distributed
+from tests import models
+from tests.strategy.cases import trainer_for
+
+preload("tests.models", "tests.strategy.cases")
 
 Pair = namedtuple("Pair", "x y")
 
@@ -65,7 +81,17 @@ def test_sizes_differ_by_at_most_one_and_keep_the_order() -> None:
         ((tuple(_x(3, 8, 4 + i) for i in range(6)), tuple({"boxes": _x(i + 1, 4), "id": i} for i in range(6))), 6),
         ([(_x(3, 4, 4), i) for i in range(6)], 6),
         ([{"x": _x(3), "label": torch.tensor(i)} for i in range(6)], 6),
-        ([_x(i + 1, 4) for i in range(6)], 6),  # ragged samples
+        (([_x(i + 1, 4) for i in range(6)], _x(6)), 6),  # ragged samples
+        ({"seqs": [_x(i + 1, 4) for i in range(6)], "y": _x(6)}, 6),
+        ({"seqs": [_x(i + 1, 4) for i in range(6)], "labels": [torch.tensor(i) for i in range(6)], "y": _x(6)}, 6),
+        (([_x(i + 1, 4) for i in range(6)], [_x(i + 1) for i in range(6)]), 6),
+        # torchvision: target dicts that could be batches, beside the images
+        (([_x(3, 8, 4 + i) for i in range(6)], [{"boxes": _x(i, 4), "labels": _x(i)} for i in range(6)]), 6),
+        (([_x(3, 8, 8)] * 2, [{"boxes": _x(5, 4), "labels": _x(5)}] * 2), 2),
+        (({"x": _x(6, 2), "y": _x(6)}, {"weights": _x(3), "name": "a"}), 6),
+        ([{"x": _x(6, 2), "y": _x(6)}, {"none": None, "names": list("abcdef"), "tag": "train"}], 6),
+        ([{"x": _x(6, 2), "y": _x(6)}, {"x": _x(6, 2), "y": _x(6)}], 6),  # two loaders
+        ({"x": _x(6, 2), "table": _x(1, 4), "y": _x(6)}, 6),
         (([_x(3, 8, 8) for _ in range(6)], _x(6)), 6),
         (list("abcdef"), 6),
         ({"image": np.zeros((6, 2)), "size": (224, 224)}, 6),
@@ -105,6 +131,119 @@ def test_labels_stay_with_their_samples() -> None:
         assert part["table"].shape == (4, 2)
         seen += ids
     assert seen == list(range(n))
+
+
+def test_ragged_samples_and_targets_stay_together() -> None:
+    seqs = [torch.full((i % 3 + 1, 4), float(i)) for i in range(8)]
+    for part in split({"seqs": seqs, "y": _x(8)}, 3):
+        assert [int(s[0, 0]) for s in part["seqs"]] == part["y"].tolist()
+    images = [torch.full((3, 4, 4 + i), i) for i in range(6)]
+    targets = [{"boxes": torch.full((i + 1, 4), i), "labels": torch.full((i + 1,), i)} for i in range(6)]
+    for pictures, boxes in split((images, targets), 4):
+        assert [int(x[0, 0, 0]) for x in pictures] == [int(t["labels"][0]) for t in boxes]
+
+
+def _two(a: int, b: int) -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(a)
+    return [{"x": torch.randn(n, 3, generator=g), "y": torch.randn(n, generator=g)} for n in (a, b)]
+
+
+@pytest.mark.parametrize("shape", ["list", "tuple", "dict", "lists", "unlike"])
+@pytest.mark.parametrize(("a", "b", "count"), [(8, 4, 2), (8, 4, 3), (4, 12, 4), (9, 6, 2), (8, 5, 2)])
+def test_parts_of_different_sizes_are_cut_in_proportion(shape: str, a: int, b: int, count: int) -> None:
+    """What several loaders give: the mean over each part, and over all samples, is the mean of the microbatches'."""
+    batch: Any = _two(a, b)
+    if shape == "unlike":
+        del batch[1]["y"]
+        batch[1]["mask"] = torch.ones(b)
+    whole = torch.cat([p["x"] for p in batch])
+    means = batch[0]["x"].mean() + 2 * batch[1]["x"].mean()
+    make = {"tuple": tuple, "lists": lambda z: [list(p.values()) for p in z]}.get(shape, lambda z: z)
+    batch = {"a": batch[0], "b": batch[1]} if shape in ("dict", "unlike") else make(batch)
+    pieces = (lambda p: list(p.values())) if isinstance(batch, dict) else list
+    parts, sizes = split_with_sizes(batch, count)
+    assert len(parts) == min(count, batch_size(batch))
+    seen = means_seen = all_seen = 0.0
+    for part, size in zip(parts, sizes, strict=True):
+        xs = [p[0] if isinstance(p, list) else p["x"] for p in pieces(part)]
+        weight = size / sum(sizes)
+        seen += sum(map(len, xs))
+        means_seen += weight * (xs[0].mean() + 2 * xs[1].mean())
+        all_seen += weight * torch.cat(xs).mean()
+    assert seen == a + b
+    torch.testing.assert_close(means_seen, means)
+    torch.testing.assert_close(all_seen, whole.mean())
+    names = ("'a'", "'b'") if isinstance(batch, dict) else (0, 1)
+    assert f"{a} samples in batch[{names[0]}], {b} samples in batch[{names[1]}]" in describe_size(batch)
+
+
+def test_one_size_is_one_number() -> None:
+    assert describe_size(_two(4, 4)) == describe_size({"x": _x(4)}) == "4 samples"
+    assert describe_size(_x(1)) == "1 sample"
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [_x(8, 3), _x(4, 3)],  # two batches, or two samples
+        [_x(i + 1, 4) for i in range(6)],
+        [{"x": _x(8, 3)}, {"x": _x(4, 3)}],
+        [{"ids": _x(5), "mask": _x(5), "id": 1}, {"ids": _x(7), "mask": _x(7), "id": 2}],
+        {"x": _x(8, 3), "table": _x(5)},
+        (_x(8, 3), _x(5)),
+        (_x(4, 3, 8, 8), _x(9, 6)),  # images, and the boxes of all of them
+        {"multi": _two(8, 4)},
+    ],
+)
+def test_what_can_be_read_in_two_ways_is_refused(batch: Any) -> None:
+    with pytest.raises(PipelineError, match=r"cannot tell how many samples the batch has: .*batch"):
+        split(batch, 2)
+
+
+def test_what_was_whole_stays_whole() -> None:
+    """Five class weights beside 8 samples, and in the last batch beside 5."""
+    memory: Memory = {}
+
+    def batch(n: int) -> dict[str, Any]:
+        return {"x": _x(n, 2), "y": _x(n), "weights": _x(5), "views": [_x(n, 2), _x(n, 2)], "size": (7, 7)}
+
+    for n in (8, 5, 2, 1, 8):
+        parts, _ = split_with_sizes(batch(n), 2, memory)
+        for part in parts:
+            assert len(part["weights"]) == 5
+            assert len(part["views"]) == len(part["size"]) == 2
+        assert torch.cat([p["x"] for p in parts]).shape == (n, 2)
+        assert torch.cat([p["views"][1] for p in parts]).shape == (n, 2)
+    assert split({"x": _x(5), "w": _x(3)} | {"y": _x(5)}, 2)[0]["w"].shape == (3,)
+
+
+def test_known_tables_have_no_vote() -> None:
+    memory: Memory = {}
+    batch = {"x": _x(8), "y": _x(8), "z": _x(8), "a": _x(5), "b": _x(5)}
+    split_with_sizes(batch, 2, memory)
+    less = {"x": _x(3), "a": _x(5), "b": _x(5)}
+    assert batch_size(less) == 5
+    assert batch_size(less, memory) == 3
+
+
+def test_a_table_that_was_cut_is_found_out() -> None:
+    memory: Memory = {}
+    split_with_sizes({"lam": _x(8), "x": _x(8), "y": _x(8)}, 2, memory)
+    with pytest.raises(PipelineError, match=r"batch\['lam'\].*earlier steps.*table\[None\]"):
+        split_with_sizes({"lam": _x(8), "x": _x(4), "y": _x(4)}, 2, memory)
+    memory = {}
+    for n in (8, 1, 4):  # the way out, also beside one sample
+        for part in split_with_sizes({"lam": _x(1, 8), "x": _x(n), "y": _x(n)}, 2, memory)[0]:
+            assert part["lam"].shape == (1, 8)
+
+
+def test_targets_that_look_like_a_batch_stay_with_their_images() -> None:
+    """In the second batch both images have two boxes, so that the targets alone could be batches of two."""
+    memory: Memory = {}
+    for boxes in ((1, 4), (2, 2)):
+        targets = [{"boxes": _x(n, 4), "labels": _x(n)} for n in boxes]
+        parts = split_with_sizes(([_x(3, 8, 8), _x(3, 8, 9)], targets), 2, memory)[0]
+        assert [(len(i), len(t), len(t[0]["boxes"])) for i, t in parts] == [(1, 1, n) for n in boxes]
 
 
 def test_structures_keep_their_class() -> None:
@@ -171,3 +310,65 @@ def test_cutting_and_merging_gives_the_batch_back() -> None:
     assert torch.equal(again["x"], batch["x"])
     assert torch.equal(again["pair"][1], batch["pair"][1])
     assert again["names"] == batch["names"]
+
+
+# -- in a run: (collate_fn, logits and targets of a batch), equal to one process
+class Fit(models.LitMLP):
+    case = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.case == "loaders":  # the mean over both together, and the second once more
+            x, y = (torch.cat([part[k] for part in batch]) for k in "xy")
+            logits = self.net(x)
+            n = len(batch[0]["x"])
+            loss = F.cross_entropy(logits, y) + F.cross_entropy(logits[n:], y[n:])
+        elif self.case == "ragged":
+            x = torch.stack([s.mean(0) for s in batch["seqs"]])
+            loss = F.cross_entropy(self.net(x), batch["y"])
+        elif self.case == "whole":
+            loss = self.loss(batch) * batch["lam"][0, 3]
+        else:
+            assert not isinstance(batch[1], dict) or batch[1]["name"] == "a"
+            loss = self.loss(batch[0]) * batch[1]["weights"].mean()
+        self.log("loss", loss)
+        return loss
+
+
+COLLATE: dict[str, Any] = {
+    "loaders": default_collate,
+    "ragged": lambda it: {
+        "seqs": [s["x"][None] * torch.arange(1.0, 2 + i % 3)[:, None] for i, s in enumerate(it)],
+        "y": torch.stack([s["y"] for s in it]),
+    },
+    "whole": lambda it: default_collate(it) | {"lam": torch.arange(8.0)[None]},
+    "meta": lambda it: (default_collate(it), {"weights": torch.arange(3.0), "name": "a"}),
+    "notes": lambda it: [default_collate(it), {"weights": torch.ones(3), "name": "a", "names": ["s"] * len(it)}],
+}
+
+
+def _fits(sizes: dict[str, Any] | None) -> list[tuple[dict[str, Tensor], float]]:
+    out = []
+    for case, collate in COLLATE.items():
+        strategy: Any = "auto" if sizes is None else ThreeDStrategy(**sizes)
+        trainer = trainer_for(strategy, use_distributed_sampler=False, limit_val_batches=0)
+        torch.manual_seed(4)
+        module = Fit().double()
+        module.case = case
+        loader: Any = DataLoader(models.vectors(20), batch_size=8, collate_fn=collate)  # 8, 8 and 4
+        if case == "loaders":
+            loader = [DataLoader(models.vectors(n), batch_size=b) for n, b in ((20, 8), (12, 4))]  # 8 and 4, 4 and 4
+        trainer.fit(module, loader)
+        found = dict(module.named_parameters()) if sizes is None else full_parameters(strategy)
+        out.append(({n: p.detach().clone() for n, p in found.items()}, float(trainer.callback_metrics["loss"])))
+    return out
+
+
+def test_batches_of_every_form_train_like_one_process() -> None:
+    want = run_distributed(_fits, 1, None, init_process_group=False, timeout=120)[0]
+    for count in (3, "auto"):
+        sizes = {"pipeline_parallel_size": 2, "num_microbatches": count}
+        for rank in run_distributed(_fits, 2, sizes, init_process_group=False, timeout=120):
+            for case, (parameters, loss), (found, logged) in zip(COLLATE, want, rank, strict=True):
+                assert logged == pytest.approx(loss, rel=1e-9), (case, count)
+                worst = max(relative_error(found[n], p) for n, p in parameters.items())
+                assert worst <= 1e-9, (case, count, worst)
