@@ -108,6 +108,9 @@ def test_what_parameters_yields_in_a_step_and_outside() -> None:
         assert tuple(shown["a.weight"].shape) == (32, 8)
         assert [n for n, _ in model.a.named_parameters("x")] == ["x.weight", "x.bias"]
         assert all(isinstance(p, ShardedTensor) for p in model.a.parameters())
+        own: dict[str, Any] = {"__name__": "lightning_3d.pipeline.trace"}
+        exec("def of(m): return {id(p) for p in m.parameters()}", own)  # our own code looks parameters up by identity
+        assert own["of"](model) == {id(p) for m in model.modules() for p in m._parameters.values()}
     assert nn.Module.named_parameters is original
     assert {n: tuple(p.shape) for n, p in model.named_parameters()}["a.weight"] == (16, 8)
     assert all(type(p) is nn.Parameter for p in model.parameters())
