@@ -220,8 +220,13 @@ class Engine:
             )
         return asked
 
-    def shard(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hand the optimizers' groups and the gradients to ZeRO."""
+    def shard(self, optimizers: Sequence[Optimizer], watched: bool = False) -> None:
+        """Hand the optimizers' groups and the gradients to ZeRO.
+
+        Args:
+            optimizers: All of the module's.
+            watched: Hooks of the user may look at `.grad`.
+        """
         self.zero = Zero(
             optimizers,
             self.held,
@@ -231,7 +236,10 @@ class Engine:
             data=self.mesh.data,
             control=self.mesh.control,
             shared=self.runner.shared_groups if self.runner is not None else (),
+            cut={n for n in self.held if self.placement(n) is not None},
+            parted=self.layout.tp * self.layout.pp > 1,
             publish_later=self.runner is not None,
+            watched=watched,
             bucket_bytes=self.settings.bucket_bytes or (4 << 20 if self.mesh.device.type == "cpu" else 25 << 20),
         )
 
@@ -324,6 +332,7 @@ class Engine:
         """Norm of the whole mesh's gradient of one optimizer, every element counted once. Collective."""
         zero = self.zero
         assert zero is not None
+        zero.shown.collect()
         by_id = {id(slot.held): slot for slot in zero.slots.values()}
         counted = self.counted
         gradients = []
@@ -340,9 +349,35 @@ class Engine:
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scale an optimizer's gradients to `max_norm` at most; returns the norm before."""
+        assert self.zero is not None
         norm = self.gradient_norm(optimizer)
-        scale_gradients((p for g in optimizer.param_groups for p in g["params"]), norm, max_norm)
+        shown = self.zero.shown
+        scale_gradients((shown.whole(p) for g in optimizer.param_groups for p in g["params"]), norm, max_norm)
         return norm
+
+    def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
+        """The mesh's norm of what one rank sees of the module's gradients (in `.grad` of its or the optimizer's).
+
+        Returns:
+            None where these are other tensors, or where this rank holds all there is.
+
+        Collectives: one all-reduce of one number over all ranks.
+        """
+        zero, counted = self.zero, self.counted
+        assert zero is not None
+        # every replica has the whole of these, so one of them counts
+        first = self.mesh.at.dp == 0
+        known = {id(p.grad): first and n in counted for n, p in self.held.items() if p.grad is not None}
+        whole = all(id(g) in known for g in gradients)
+        for slot in zero.slots.values():
+            if slot.held is not slot.parameter and slot.held.grad is not None:
+                known[id(slot.held.grad)] = slot.name in counted
+        alone = self.mesh.layout.world_size == 1 or (gradients and whole and self.layout.replica_size == 1)
+        if alone or not all(id(g) in known for g in gradients):
+            return None
+        with self.mesh.ledger.during("clip"):
+            mine = [g for g in gradients if known[id(g)]]
+            return total_norm(mine, self.mesh.world, self.mesh.device, norm_type)
 
     # -- state
     def state(self) -> RunState:
@@ -406,7 +441,9 @@ def memory_report(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, 
         gradients = zero.gradient_peak + sum(
             storage(b.published) for b in zero.buckets if b.published is not None and b.sharded
         )
-        gradients += sum(storage(p.grad) for p in engine.held.values() if p.grad is not None and zero.passive)
+        gradients += sum(
+            storage(p.grad) for p in engine.held.values() if p.grad is not None and (zero.passive or zero.shown.wanted)
+        )
     state = sum(
         storage(v) for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)
     )

@@ -24,7 +24,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
-from lightning_3d.precision import check_precision, make_clipping_global
+from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
 from lightning_3d.surrogate import surrogate_loss
 
 if TYPE_CHECKING:
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from lightning_3d.pipeline import StepResult
 else:
     _Base = object
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+_ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
+_GRADIENT_HOOKS = (
+    *_ZERO_GRAD_HOOKS,
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -51,6 +60,7 @@ class Lifecycle(_Base):
         self._pending: tuple[dict[str, Any], bool] | None = None
         self._checked: set[str] = set()
         self._relay: Relay | None = None
+        self._torch_norm: GlobalTorchNorm | None = None
 
     # -- failures
     def _watch_failures(self) -> None:
@@ -120,9 +130,12 @@ class Lifecycle(_Base):
             self._build(trainer, module)
         assert self._engine is not None
         if fitting:
-            self._engine.shard(self.optimizers)
+            watched = not module.automatic_optimization or self._overridden(trainer, _GRADIENT_HOOKS)
+            self._engine.shard(self.optimizers, watched)
+            self._torch_norm = GlobalTorchNorm(self._engine.norm_of)
+            self._torch_norm.install()
         self.setup_precision_plugin()
-        make_clipping_global(self.precision_plugin, lambda optimizer, value: self._clip(optimizer, value))
+        make_clipping_global(self.precision_plugin, self._clip, self._collect)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # tensors made in inference mode (buffers, caches) could not be used by a later `fit`
             loop.inference_mode = False
@@ -132,10 +145,23 @@ class Lifecycle(_Base):
         assert self._engine is not None
         self._engine.clip(getattr(optimizer, "_optimizer", optimizer), max_norm)
 
+    def _collect(self) -> None:
+        if self._engine is not None and self._engine.zero is not None:
+            self._engine.zero.shown.collect()
+
     def _check_module(self, module: Any, fitting: bool) -> None:
         assert self._mesh is not None
         check_precision(self.precision_plugin)
         layout = self._mesh.layout
+        for callback in module.trainer.callbacks if fitting and layout.replica_size > 1 else ():
+            kind = next((c.__name__ for c in type(callback).__mro__ if c.__name__ in _AVERAGING), None)
+            if kind is not None:
+                raise ConfigurationError(
+                    f"{kind} copies the whole module before it is cut over {layout.tp} tensor-parallel ranks and "
+                    f"{layout.pp} pipeline stages, so its average has other shapes than the parts that are trained. "
+                    "Use it with tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism works), or "
+                    "average checkpoints afterwards."
+                )
         if any(hasattr(p, "placement") or getattr(p, "is_absent", False) for p in module.parameters()):
             raise ConfigurationError(
                 f"{type(module).__name__} was already cut by another strategy; its parameters here are parts. Make a "
@@ -269,26 +295,23 @@ class Lifecycle(_Base):
         last = not self._accumulating
         assert self._relay is not None
         with self._relay.step():
-            watched = self._watches_zero_grad(trainer)
+            watched = self._overridden(trainer, _ZERO_GRAD_HOOKS)
             result = engine.pipeline_train(args[0], batch_idx, scale, last, watched, number)
         loss, outputs = self._shared(result, training=True)
         assert loss is not None
         loss = surrogate_loss(loss, engine.zero, scale, last)
         return {**outputs, "loss": loss} if isinstance(outputs, dict) else loss
 
-    def _watches_zero_grad(self, trainer: Any) -> bool:
-        """Whether a hook of the user looks at gradients when they are zeroed."""
+    def _overridden(self, trainer: Any, hooks: Sequence[str]) -> bool:
+        """Whether the user's module or a callback that is not Lightning's has one of these hooks."""
         module = self.lightning_module
         base = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
-        overridden = any(
-            getattr(type(module), hook) is not getattr(base, hook)
-            for hook in ("on_before_zero_grad", "optimizer_zero_grad")
-        )
-        return overridden or any(
-            "on_before_zero_grad" in vars(c)
+        return any(getattr(type(module), h) is not getattr(base, h) for h in hooks if hasattr(base, h)) or any(
+            hook in vars(c)
             for callback in trainer.callbacks
             for c in type(callback).__mro__
-            if not c.__module__.startswith(("lightning.", "pytorch_lightning."))
+            if not c.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_3d."))
+            for hook in hooks
         )
 
     def _evaluation_step(self, step_name: str, args: Sequence[Any]) -> Any:
@@ -338,19 +361,24 @@ class Lifecycle(_Base):
         engine = self._engine
         assert engine is not None
         assert engine.zero is not None
+        module, zero, precision = self.lightning_module, engine.zero, self.precision_plugin
+        assert module is not None
         direct = engine.runner is None
+        zero.shown.hide()
+        self.pre_backward(closure_loss)
         if direct and not self._accumulating:
-            engine.zero.start_reducing()
+            zero.start_reducing()
         with engine.sharding_rules(), engine.mesh.ledger.during("backward"):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        engine = self._engine
-        assert engine is not None
-        assert engine.zero is not None
-        if engine.runner is None and not self._accumulating:
-            engine.zero.finish()
-            engine.zero.publish()
+            closure_loss = precision.pre_backward(closure_loss, module)
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self._accumulating:
+            zero.shown.show_local(zero.buckets)
+        elif direct:
+            zero.finish()
+            zero.publish()
+        closure_loss = precision.post_backward(closure_loss, module)  # runs on_after_backward
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
         if self._planning:

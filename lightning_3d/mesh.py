@@ -92,12 +92,10 @@ class Mesh:
         self.replica = self._lines(["pp", "cp", "tp"], "replica")
         assert dist.group.WORLD is not None
         self.world = ProcessCommunicator("world", dist.group.WORLD, device, self.ledger)
-        if device.type == "cpu":
-            self.control = ProcessCommunicator("control", self.data.group, device, self.ledger)
-            self.replica_control = ProcessCommunicator("control", self.replica.group, device, self.ledger)
-        else:
-            self.control = self._lines(["dp"], "control", backend="gloo")
-            self.replica_control = self._lines(["pp", "cp", "tp"], "control", backend="gloo")
+        # groups of their own on the CPU, too: flags are exchanged while reductions are under way, of which a rank may
+        # have started more than another
+        self.control = self._lines(["dp"], "control", backend="gloo")
+        self.replica_control = self._lines(["pp", "cp", "tp"], "control", backend="gloo")
         self._holders: dict[tuple[int, ...], Communicator] = {}
         self.device_mesh = DeviceMesh.from_group(
             [lines[axis].group for axis in AXES],

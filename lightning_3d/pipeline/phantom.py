@@ -162,6 +162,8 @@ class AbsentParameter(nn.Parameter):
                 return func(*args, **kwargs)
             if _is_data_getter(func) or func is Tensor.detach:
                 return func(*args, **kwargs).as_subclass(Tensor)
+            if func is torch.equal:  # finetuning callbacks look a parameter up with it
+                return args[0] is args[1]
             if func in _CONVERSIONS and isinstance(args[0], AbsentParameter):
                 return _convert(func, args, kwargs)
         absent = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, AbsentParameter))

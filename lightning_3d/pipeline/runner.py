@@ -20,7 +20,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import Program
-from lightning_3d.pipeline.microbatch import batch_size, signature, split_with_sizes
+from lightning_3d.pipeline.microbatch import Memory, batch_size, signature, split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
 from lightning_3d.pipeline.phantom import drop
@@ -97,6 +97,7 @@ class PipelineRunner:
         self.buffers: dict[str, int] = {}
         self._held: Held | None = None
         self._partitions: dict[Any, list[Partition]] = {}
+        self._memory: Memory = {}  # which parts of training batches are cut
 
     # -- set-up
     @property
@@ -132,7 +133,7 @@ class PipelineRunner:
         count = self.num_microbatches if step_name == TRAINING else self._evaluation_microbatches
         if step_name != TRAINING and count == 1:
             return [batch], [1]
-        return split_with_sizes(batch, count)
+        return split_with_sizes(batch, count, self._memory if step_name == TRAINING else None)
 
     def _place(self, partition: Partition) -> None:
         assert self._held is not None

@@ -14,6 +14,7 @@ way), landed (pending, this rank's sum), published (`.grad` of what the optimize
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,13 @@ class Piece(nn.Parameter):
         piece: Piece = torch.Tensor._make_subclass(cls, data, True)
         piece.slot = slot
         return piece
+
+    # it stands for its parameter wherever somebody looks that up among the optimizer's (finetuning callbacks do)
+    def __hash__(self) -> int:
+        return hash(self.slot.parameter)
+
+    def __eq__(self, other: object) -> Any:
+        return True if other is self or other is self.slot.parameter else super().__eq__(other)
 
     @property
     def requires_grad(self) -> bool:
@@ -68,6 +76,7 @@ class Slot:
         aside: The gradient published before, kept while a pipeline schedule runs ahead of Lightning's `zero_grad`.
         used: Some microbatch since the last publication gave it a gradient, on any rank once flags are exchanged.
         fired: It got its gradient in the backward under way.
+        given: The gradients published last had one for it, on all ranks alike.
     """
 
     def __init__(self, bucket: Bucket, name: str, parameter: nn.Parameter, offset: int, counted: bool) -> None:
@@ -76,7 +85,7 @@ class Slot:
         self.low, self.high = 0, 0
         self.held: nn.Parameter = parameter
         self.aside: Tensor | None = None
-        self.used = self.fired = False
+        self.used = self.fired = self.given = False
 
     @property
     def owned(self) -> bool:
@@ -230,10 +239,14 @@ class Bucket:
         flight.finish(self.pending, add=add)
         give(self)
 
-    def publish(self, factor: float | Tensor = 1.0) -> None:
-        """Hand the pending sums over as `.grad`. A parameter that no rank used keeps what it has (None stays None)."""
+    def publish(self, factor: float | Tensor = 1.0) -> bool:
+        """Hand the pending sums over as `.grad`. A parameter that no rank used keeps what it has (None stays None).
+
+        Returns:
+            Whether there was something pending; the same on all ranks.
+        """
         if self.pending is None:
-            return
+            return False
         if isinstance(factor, Tensor) or factor != 1.0:
             self.pending.mul_(factor)
         if not self.sharded:
@@ -244,7 +257,8 @@ class Bucket:
             self._publish_shard(self.pending)
         self.pending = None
         for slot in self.slots:
-            slot.used = False
+            slot.given, slot.used = slot.used, False
+        return True
 
     def _publish_shard(self, pending: Tensor) -> None:
         fresh = all(slot.held.grad is None for slot in self.slots)

@@ -10,7 +10,7 @@ ranks: that of the gradient that comes last in each (parameters registered first
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket, Piece, Slot
 from lightning_3d.zero.classify import classify
+from lightning_3d.zero.shown import Shown
 
 
 class Zero:
@@ -39,13 +40,17 @@ class Zero:
         data: The data-parallel axis.
         control: The same axis on the CPU, for flags that Python needs.
         shared: (axis over the holders, names) of parameters several pipeline stages use.
+        cut: Names of the parameters that are divided over tp.
+        parted: Other ranks of the replica hold other parameters (tensor or pipeline parallelism).
         publish_later: The backward runs before Lightning zeroes gradients (pipeline), so they are kept apart from
             `.grad` until `publish`.
+        watched: Hooks of the user may look at `.grad`, so it is shown to them whole.
         bucket_bytes: Size at which a bucket is closed.
         in_flight: Reductions that may be under way at once (each keeps a full-size gradient buffer).
 
     Raises:
-        ConfigurationError: An optimizer couples its parameters, or holds tensors that are not the module's.
+        ConfigurationError: An optimizer looks at more than the part of the model that this rank holds, or holds
+            tensors that are not the module's.
     """
 
     def __init__(
@@ -59,7 +64,10 @@ class Zero:
         data: Communicator,
         control: Communicator,
         shared: Sequence[tuple[Communicator, Sequence[str]]] = (),
+        cut: Set[str] = frozenset(),
+        parted: bool = False,
         publish_later: bool = False,
+        watched: bool = False,
         bucket_bytes: int = 4 << 20,
         in_flight: int = 3,
     ) -> None:
@@ -83,17 +91,36 @@ class Zero:
         self._next = 0
         self.reducing = False
         self.gradient_bytes = self.gradient_peak = 0
+        self.shown = Shown(watched and not self.passive)
+        self._cut, self._parted = cut, parted
         self.group_names: dict[Optimizer, list[list[str]]] = {}
         for optimizer in self.optimizers:
             self._take_over(optimizer)
 
     # -- optimizers
     def _take_over(self, optimizer: Optimizer) -> None:
-        self._kinds[optimizer] = classify(optimizer) if self.stage else "elementwise"
-        if self._kinds[optimizer] == "coupled":
+        asks = self.stage or self._parted
+        kind = self._kinds[optimizer] = classify(optimizer) if asks else "elementwise"
+        name = type(optimizer).__name__
+        if kind == "coupled" and self._parted:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} updates one parameter by looking at others (or re-evaluates the model), "
+                f"{name} updates one parameter by looking at others, of which a rank holds only some with tensor or "
+                "pipeline parallelism. Use data parallelism alone with zero_stage=0, or another optimizer."
+            )
+        if kind == "coupled":
+            raise ConfigurationError(
+                f"{name} updates one parameter by looking at others (or re-evaluates the model), "
                 f"so its state cannot be divided over {self.data.size} data-parallel ranks. Use zero_stage=0."
+            )
+        held = (self._held_names.get(id(p), "") for g in optimizer.param_groups for p in g["params"])
+        divided = sorted(set(held) & self._cut)
+        if kind == "whole" and divided:
+            raise ConfigurationError(
+                f"{name} looks at whole matrices, but {len(divided)} of its parameters are divided over the "
+                f"tensor-parallel ranks ({', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}), so it would "
+                "compute something else from every part. Use it with tensor_parallel_size=1 (pipeline and data "
+                "parallelism work), give it parameters that tensor_parallel_plan replicates, or take an optimizer that "
+                "works element by element (SGD, Adam, AdamW)."
             )
         self._adopt(optimizer)
         if self.stage:
@@ -209,19 +236,21 @@ class Zero:
             keep: Somebody looks at the old gradients when they are zeroed: `put_back` them after the schedule. This
                 costs a second gradient buffer in stage 0; otherwise its memory is used again at once.
         """
+        self.shown.collect()
         for bucket in self.buckets:
             if not bucket.sharded and keep and bucket.gradients is None:
                 bucket.published = None
             for slot in bucket.slots:
-                slot.aside = slot.parameter.grad if keep and not bucket.sharded else None
-                if not bucket.sharded:
-                    slot.parameter.grad = None
+                slot.aside = slot.parameter.grad if keep else None
+                slot.parameter.grad = None
+                self.shown.set_aside(slot)
 
     def put_back(self) -> None:
         """Show again what `set_aside` kept."""
         for slot in self.slots.values():
             if slot.aside is not None:
                 slot.parameter.grad, slot.aside = slot.aside, None
+        self.shown.put_back()
 
     def start_reducing(self) -> None:
         """The backward that follows is the last before `finish`: reduce each bucket as it fills."""
@@ -234,6 +263,8 @@ class Zero:
             slot.fired = False
 
     def _on_gradient(self, slot: Slot) -> None:
+        if not _expects(slot):  # frozen between forward and backward: autograd calls this, but gives no gradient
+            return
         bucket = slot.bucket
         if self.reducing and bucket.flight is not None:
             raise RuntimeError(
@@ -278,8 +309,9 @@ class Zero:
 
     def publish(self, factor: float | Tensor = 1.0) -> None:
         """Add `factor` times the pending gradients to `.grad` of what the optimizers hold."""
-        for bucket in self.buckets:
-            bucket.publish(factor)
+        published = [bucket for bucket in self.buckets if bucket.publish(factor)]
+        with self.data.ledger.during("show"):
+            self.shown.show_reduced(bucket for bucket in published if bucket.sharded)
 
     def _exchange_used(self) -> None:
         """A parameter counts as used when any rank used it; the others then add zeros to the mean."""

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_3d import Layout, ThreeDStrategy
@@ -98,6 +99,16 @@ class SecondOrder(models.LitMLP):
         return torch.optim.LBFGS(self.parameters())
 
 
+class WholeMatrix(models.LitMLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Averaged(models.LitMLP):
+    def configure_callbacks(self) -> Any:
+        return [StochasticWeightAveraging(swa_lrs=0.1)]
+
+
 class RankBranch(models.LitGPT):
     """Reads divided logits on one rank only: a collective the others do not take part in."""
 
@@ -135,6 +146,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         ["num_microbatches=9", "8 samples"],
     ),
     "lbfgs": (SecondOrder, {"pipeline_parallel_size": 2}, ["LBFGS", "pipeline_parallel_size=1"]),
+    "lbfgs_tp": (SecondOrder, {"tensor_parallel_size": 2}, ["LBFGS", "tensor or pipeline", "zero_stage=0"]),
+    "adafactor": (WholeMatrix, {"tensor_parallel_size": 2}, ["Adafactor", "net.10.bias", "tensor_parallel_size=1"]),
+    "averaging": (Averaged, {"pipeline_parallel_size": 2}, ["StochasticWeightAveraging", "2 pipeline stages"]),
     "rank": (RankBranch, {"tensor_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
     "rank_pp": (RankBranch, {"pipeline_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
     "samples": (OwnSamples, {"tensor_parallel_size": 2}, ["different batches", "distributed_sampler_kwargs"]),

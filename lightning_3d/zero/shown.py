@@ -1,0 +1,102 @@
+"""WHAT does a hook find in `.grad`?  The whole gradient, while somebody is known to look.
+
+Gradients live in buckets, and with ZeRO-1 the optimizer holds parts of them. A hook that reads or changes `p.grad`
+would find nothing there and its changes would be lost in silence. So, only where hooks of the user may look, the
+gradient is put together in `.grad` after each backward, and what the optimizer holds are views of it: changes in place
+reach it at once, a new tensor or None put there is taken over by `collect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.zero.bucket import Bucket, Piece, Slot
+
+
+class Shown:
+    """The gradients that stand in `.grad` of the module's parameters.
+
+    Args:
+        wanted: Somebody may look; otherwise every method does nothing.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self._shown: dict[Slot, Tensor] = {}
+        self._aside: set[Slot] = set()
+
+    def show_reduced(self, buckets: Iterable[Bucket]) -> None:
+        """The published gradients of sharded buckets, whole.
+
+        Collectives: per bucket an all-gather over dp of the gradients' bytes; every rank gives the same buckets.
+        """
+        if not self.wanted:
+            return
+        for bucket in buckets:
+            whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            shard = whole[bucket.low : bucket.high]
+            for slot in bucket.slots:
+                if slot.owned and slot.held.grad is not None:
+                    part = slot.part(shard)
+                    part.copy_(slot.held.grad.reshape(-1))
+                    slot.held.grad = part.view(slot.held.shape)
+            bucket.published = None  # its memory is the hook's now
+            bucket.data.all_gather_start(whole, shard).wait()
+            for slot in bucket.slots:
+                if slot.given:
+                    self._show(slot, slot.view(whole))
+
+    def show_local(self, buckets: Iterable[Bucket]) -> None:
+        """This rank's sums of batches that are being accumulated, as DDP shows them."""
+        if not self.wanted:
+            return
+        for bucket in buckets:
+            for slot in bucket.slots:
+                if bucket.gradients is not None and slot in bucket.filled and slot.parameter.grad is None:
+                    self._show(slot, slot.view(bucket.gradients))
+
+    def collect(self) -> None:
+        """Take over what a hook put in place of a shown gradient."""
+        for slot, gradient in list(self._shown.items()):
+            now = slot.parameter.grad
+            if now is gradient:
+                continue
+            if now is None:
+                gradient.zero_()
+                slot.held.grad = None
+                slot.bucket.filled.discard(slot)
+                del self._shown[slot]
+            else:
+                gradient.copy_(now)
+                slot.parameter.grad = gradient
+
+    def hide(self) -> None:
+        """Make room in `.grad` for the next backward."""
+        self.collect()
+        for slot in self._shown:
+            slot.parameter.grad = None
+        self._shown.clear()
+
+    def whole(self, held: nn.Parameter) -> nn.Parameter:
+        """The parameter whose shown gradient contains that of what an optimizer holds, or the latter itself."""
+        return held.slot.parameter if isinstance(held, Piece) and held.slot in self._shown else held
+
+    def set_aside(self, slot: Slot) -> None:
+        """Leave this parameter's `.grad` to somebody else until `put_back`."""
+        if slot in self._shown:
+            del self._shown[slot]
+            self._aside.add(slot)
+
+    def put_back(self) -> None:
+        """The gradients set aside stand in `.grad` again, where they were kept."""
+        for slot in self._aside:
+            if slot.parameter.grad is not None:
+                self._shown[slot] = slot.parameter.grad
+        self._aside.clear()
+
+    def _show(self, slot: Slot, gradient: Tensor) -> None:
+        slot.parameter.grad = gradient
+        self._shown[slot] = gradient

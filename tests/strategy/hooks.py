@@ -1,0 +1,137 @@
+"""Modules whose hooks read and change gradients, for `test_hooks.py`."""
+
+from __future__ import annotations
+
+import os
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.testing import full_parameters
+from tests import models
+from tests.strategy.fits import replica_difference
+
+
+def halved_after_backward(self: Any) -> None:
+    for parameter in self.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def scaled_before_step(self: Any, optimizer: Any) -> None:
+    halved_after_backward(self)
+
+
+def replaced_before_step(self: Any, optimizer: Any) -> None:
+    """New tensors in place of gradients, and none at all for the biases."""
+    for name, parameter in self.named_parameters():
+        if name.endswith("bias"):
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.3
+
+
+def clipped_by_torch(self: Any, optimizer: Any) -> None:
+    clip_grad_norm_(self.parameters(), 0.05)
+
+
+def clipped_as_the_optimizer_sees_them(self: Any, optimizer: Any) -> None:
+    clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.05)
+
+
+def clipping_overridden(
+    self: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+) -> None:
+    self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+def by_hand(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Two optimizers stepped in training_step, as GANs do."""
+    ends, middle = self.optimizers()
+    self.toggle_optimizer(middle)
+    self.manual_backward(self.loss(batch))
+    clip_grad_norm_(middle.param_groups[0]["params"], 0.05)
+    middle.step()
+    self.zero_grad()
+    self.untoggle_optimizer(middle)
+    loss = self.loss(batch) * 2
+    self.toggle_optimizer(ends)
+    self.manual_backward(loss)
+    halved_after_backward(self)
+    self.clip_gradients(ends, 0.1, "norm")
+    ends.step()
+    ends.zero_grad()
+    self.untoggle_optimizer(ends)
+    return loss
+
+
+def two_optimizers(self: Any) -> Any:
+    middle = list(self.backbone.parameters())
+    ends = [p for p in self.parameters() if not any(p is m for m in middle)]
+    return torch.optim.AdamW(ends, 0.01), torch.optim.SGD(middle, 0.1, momentum=0.9)
+
+
+def trainable_only(self: Any) -> Any:
+    return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1, momentum=0.9)
+
+
+CASES: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
+    "halved after backward": ({"on_after_backward": halved_after_backward}, {}),
+    "halved while accumulating": ({"on_after_backward": halved_after_backward}, {"accumulate_grad_batches": 2}),
+    "scaled before the step": ({"on_before_optimizer_step": scaled_before_step}, {"gradient_clip_val": 0.05}),
+    "replaced, then clipped by value": (
+        {"on_before_optimizer_step": replaced_before_step},
+        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    ),
+    "replaced, then clipped by norm": ({"on_before_optimizer_step": replaced_before_step}, {"gradient_clip_val": 0.05}),
+    "torch's clip_grad_norm_": ({"on_before_optimizer_step": clipped_by_torch}, {}),
+    "the same on the optimizer's": ({"on_before_optimizer_step": clipped_as_the_optimizer_sees_them}, {}),
+    "configure_gradient_clipping": ({"configure_gradient_clipping": clipping_overridden}, {}),
+}
+MANUAL: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
+    "manual": ({"training_step": by_hand, "configure_optimizers": two_optimizers}, {}),
+}
+FINETUNING: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
+    "finetuning": ({"configure_optimizers": trainable_only}, {"max_epochs": 3}),
+}
+ALL = CASES | MANUAL | FINETUNING
+
+
+def parameters_after(names: list[str], sizes: dict[str, Any] | None) -> list[tuple[dict[str, Any], float]]:
+    """Every case trained on this layout (None: one process); the whole parameters, and how far copies are apart."""
+    out = []
+    for name in names:
+        methods, options = ALL[name]
+        module = models.build("mlp")
+        kind = type(module)
+        backbone = property(lambda self: self.net[1:-1])
+        module.__class__ = type(f"Hooked{kind.__name__}", (kind,), {"backbone": backbone, **methods})
+        module.automatic_optimization = name not in MANUAL
+        callbacks = []
+        if name in FINETUNING:
+            callbacks = [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)]
+        strategy = "auto" if sizes is None else ThreeDStrategy(**sizes)
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(**{
+            "accelerator": "cpu", "devices": 1 if sizes is None else int(os.environ["WORLD_SIZE"]), "logger": False,
+            "precision": "64-true", "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1,
+            "enable_model_summary": False, "strategy": strategy, "use_distributed_sampler": False,
+            "callbacks": callbacks, **options,
+        })  # fmt: skip
+        data = types.SimpleNamespace(replica=0, replicas=1)
+        if isinstance(strategy, ThreeDStrategy):
+            data.replicas = int(os.environ["WORLD_SIZE"]) // strategy.layout.replica_size
+            data.replica = int(os.environ["RANK"]) // strategy.layout.replica_size
+        trainer.fit(module, models.loader("mlp", 32, 8, data.replica, data.replicas))
+        parallel = isinstance(strategy, ThreeDStrategy)
+        whole = full_parameters(strategy) if parallel else dict(module.named_parameters())
+        apart = replica_difference(strategy) if parallel else 0.0
+        out.append(({n: p.detach().clone() for n, p in whole.items()}, apart))
+    return out

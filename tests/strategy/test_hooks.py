@@ -1,0 +1,46 @@
+"""Hooks that read, change, replace or clip gradients do what they do in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_3d.testing import preload, relative_error, run_distributed
+from tests.strategy.hooks import CASES, FINETUNING, MANUAL, parameters_after
+
+preload("tests.models", "tests.strategy.hooks")
+
+
+def launch(world: int, names: list[str], sizes: dict[str, Any] | None) -> Any:
+    return run_distributed(parameters_after, world, names, sizes, init_process_group=False, timeout=120)
+
+
+def compare(names: list[str], world: int, sizes: dict[str, Any]) -> None:
+    want = launch(1, names, None)[0]
+    for rank in launch(world, names, sizes):
+        for name, (reference, _), (parameters, apart) in zip(names, want, rank, strict=True):
+            errors = {n: relative_error(parameters[n], p) for n, p in reference.items()}
+            assert max(errors.values()) <= 1e-9, (name, {n: e for n, e in errors.items() if not e <= 1e-9})
+            assert apart == 0.0, name
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (2, {"zero_stage": 1}),
+        (2, {"zero_stage": 0}),
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+        (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+        (4, {"tensor_parallel_size": 2}),
+    ],
+    ids=["zero1", "zero0", "tp2", "pp2", "dp2-pp2", "dp2-tp2"],
+)
+def test_hooks_on_gradients(world: int, sizes: dict[str, Any]) -> None:
+    compare([*CASES, *FINETUNING], world, sizes)
+
+
+@pytest.mark.parametrize("sizes", [{"zero_stage": 1}, {"zero_stage": 0}], ids=["zero1", "zero0"])
+def test_manual_optimization(sizes: dict[str, Any]) -> None:
+    compare([*MANUAL], 2, sizes)
