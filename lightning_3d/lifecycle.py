@@ -14,6 +14,7 @@ from lightning.fabric.utilities.seed import (
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_3d.data import check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
@@ -357,6 +358,8 @@ class Lifecycle(_Base):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self._planning:  # manual optimization calls it while its step is being followed
+            assert self.lightning_module is not None
+            _leave_fake_gradients(self.lightning_module)
             return closure_loss
         engine = self._engine
         assert engine is not None
@@ -384,6 +387,13 @@ class Lifecycle(_Base):
         if self._planning:
             return None
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+def _leave_fake_gradients(module: nn.Module) -> None:
+    """What a step that scales or clips `p.grad` after its `manual_backward` finds while it is being followed."""
+    for parameter in module.parameters():
+        if isinstance(parameter, FakeTensor) and parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -41,6 +41,15 @@ def test_hooks_on_gradients(world: int, sizes: dict[str, Any]) -> None:
     compare([*CASES, *FINETUNING], world, sizes)
 
 
-@pytest.mark.parametrize("sizes", [{"zero_stage": 1}, {"zero_stage": 0}], ids=["zero1", "zero0"])
-def test_manual_optimization(sizes: dict[str, Any]) -> None:
-    compare([*MANUAL], 2, sizes)
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (2, {"zero_stage": 1}),
+        (2, {"zero_stage": 0}),
+        (2, {"tensor_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 2}),
+    ],
+    ids=["zero1", "zero0", "tp2", "dp2-tp2"],
+)
+def test_manual_optimization(world: int, sizes: dict[str, Any]) -> None:
+    compare([*MANUAL], world, sizes)
