@@ -27,8 +27,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe import TraceRecorder
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
-from lightning_3d.pipeline.microbatch import batch_size, describe_size
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
+from lightning_3d.pipeline.samples import batch_size, describe_size
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.tensor import (
     NothingToProve,

@@ -4,11 +4,13 @@ from lightning_3d.pipeline.atoms import find_atoms
 from lightning_3d.pipeline.channels import Channels, Message
 from lightning_3d.pipeline.check import Report, check
 from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
-from lightning_3d.pipeline.microbatch import batch_size, merge, split
+from lightning_3d.pipeline.merge import merge
+from lightning_3d.pipeline.microbatch import split
 from lightning_3d.pipeline.partition import Partition, Window
 from lightning_3d.pipeline.phantom import AbsentParameter, Phantom, drop, is_absent
 from lightning_3d.pipeline.results import LogEntry, StepResult
 from lightning_3d.pipeline.runner import PipelineRunner
+from lightning_3d.pipeline.samples import batch_size
 from lightning_3d.pipeline.schedule import SCHEDULES, Action, forward_only, gpipe, one_forward_one_backward
 from lightning_3d.pipeline.simulate import Simulation, simulate
 from lightning_3d.pipeline.stage import StageRun

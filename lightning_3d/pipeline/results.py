@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_3d.pipeline.microbatch import merge
+from lightning_3d.pipeline.merge import merge
 from lightning_3d.pipeline.stage import Logged
 
 

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.batch_tree import signature
 from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import Program
-from lightning_3d.pipeline.microbatch import Memory, batch_size, signature, split_with_sizes
+from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
 from lightning_3d.pipeline.phantom import drop
 from lightning_3d.pipeline.planning import Split, cut, make_plan
 from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds, mix
+from lightning_3d.pipeline.samples import Memory, batch_size
 from lightning_3d.pipeline.schedule import Action, forward_only, schedule_named
 from lightning_3d.pipeline.trace import trace, without_inference_tensors
 from lightning_3d.pipeline.walk import Recorder, Walk

@@ -16,15 +16,10 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import PipelineError
-from lightning_3d.pipeline.microbatch import (
-    Memory,
-    batch_size,
-    describe_size,
-    merge,
-    signature,
-    split,
-    split_with_sizes,
-)
+from lightning_3d.pipeline.batch_tree import signature
+from lightning_3d.pipeline.merge import merge
+from lightning_3d.pipeline.microbatch import split, split_with_sizes
+from lightning_3d.pipeline.samples import Memory, batch_size, describe_size
 from lightning_3d.testing import full_parameters, preload, relative_error, run_distributed
 from tests import models
 from tests.strategy.cases import trainer_for
