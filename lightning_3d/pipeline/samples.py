@@ -263,7 +263,7 @@ def _two_readings(batch: Any, length: int, path: Path) -> PipelineError:
     firsts = ", ".join(str(_sizes(x)[0]) if _sizes(x) else "no dim" for x in value[:8])
     return PipelineError(
         f"cannot tell how many samples the batch has: {path_name(path)} is a {type(value).__name__} of {length} "
-        f"entries of sizes {firsts}{', ...' if length > 8 else ''}. They may be {length} samples or {length} batches, and the "
-        "numbers differ. For samples, put a tensor with one entry per sample beside them (their lengths or labels: "
-        "(sequences, lengths)); for batches of several loaders, give the loaders one batch_size."
+        f"entries of sizes {firsts}{', ...' if length > 8 else ''}. They may be {length} samples or {length} batches, "
+        "and the numbers differ. For samples, put a tensor with one entry per sample beside them (their lengths or "
+        "labels: (sequences, lengths)); for batches of several loaders, give the loaders one batch_size."
     )
