@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -40,7 +41,7 @@ class Unwind(BaseException):
     """The window is over: leave the user's step. Not an `Exception`, so that user code does not catch it."""
 
 
-class Glue(TorchFunctionMode):
+class Glue(TorchFunctionMode, ABC):
     """Base interpreter: counts events, routes them, and makes the phantoms of events that are not computed here.
 
     Args:
@@ -61,22 +62,26 @@ class Glue(TorchFunctionMode):
         self._turned: list[tuple[Any, type]] = []
 
     # -- what an interpreter does
+    @abstractmethod
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        """A call of a torch function in glue code."""
 
+    @abstractmethod
     def on_atom(self, name: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+        """A call of a closed piece; `run` is its real forward."""
 
+    @abstractmethod
     def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """A call of `self.log`."""
 
     @contextmanager
     def on_region(self) -> Iterator[None]:
         """Around the forward of one activation checkpoint."""
         yield
 
+    @abstractmethod
     def value(self, phantom: Phantom) -> Any:
-        raise NotImplementedError
+        """What Python code that reads a phantom's value gets."""
 
     # -- routing
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
