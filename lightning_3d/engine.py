@@ -17,12 +17,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_3d.checkpoint import ParameterRecord, RunState
-from lightning_3d.errors import ConfigurationError, ParityError
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe import TraceRecorder
@@ -30,8 +30,8 @@ from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.pipeline.samples import batch_size, describe_size
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
+from lightning_3d.proof import prove, wants_proof
 from lightning_3d.tensor import (
-    NothingToProve,
     Placement,
     ShardedTensor,
     TensorGroup,
@@ -39,14 +39,11 @@ from lightning_3d.tensor import (
     function_guard,
     plan_tensor_parallel,
     rewrite,
-    verify_tensor_plan,
     whole,
 )
-from lightning_3d.zero import Zero, scale_gradients, total_norm
+from lightning_3d.zero import Zero
 
 _log = logging.getLogger(__name__)
-LARGEST_PROVED = 50_000_000
-"""Parameters of the largest model that `verify="auto"` proves."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,7 @@ class Engine:
         self.global_shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}
         self.tensor_plan: TensorPlan | None = None
         self.proved: float | None = None  # largest error of the proof, on rank zero
+        self._cut_by = ""  # the step that was followed
         self._began = time.monotonic()
         self.tensor_group = TensorGroup(mesh.tensor)
         self.runner: PipelineRunner | None = None
@@ -99,7 +97,9 @@ class Engine:
         Raises:
             ConfigurationError: The model or the step cannot be cut as asked; equal on all ranks.
         """
-        microbatches = self._microbatches(step_name, batch) if self.layout.pp > 1 else 1
+        self._cut_by = step_name
+        training = step_name == "training_step"  # other steps are not cut into microbatches
+        microbatches = self._microbatches(batch) if training and self.layout.pp > 1 else 1
         with metrics_alone(self.module):
             if self.layout.tp > 1:
                 self._cut_tensors(step_name, batch)
@@ -137,7 +137,7 @@ class Engine:
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
         agree("the tensor-parallel plan", seen, self.mesh.replica)
         if step_name == "training_step" and self._wants_proof():
-            self._prove(self.tensor_plan, step)
+            self.proved = prove(self.module, self.tensor_plan, step, self.mesh)
         rewrite(self.module, self.tensor_plan, self.tensor_group)
 
     def summary(self) -> str:
@@ -152,48 +152,14 @@ class Engine:
             parts.append("stages of " + " + ".join(f"{count:,}" for count in counts) + " parameters")
         return ", ".join(parts) + f" ({time.monotonic() - self._began:.1f} s). strategy.explain() shows the plan."
 
+    def _wants_proof(self) -> bool:
+        count = sum(math.prod(shape) for shape in self.global_shapes.values())
+        return wants_proof(self.settings.verify, count, self.mesh.rank)
+
     def stage_names(self) -> list[list[str]]:
         """Names of the parameters every pipeline stage holds."""
         assert self.runner is not None
         return [[n for n, s in self.runner.holders.items() if stage in s] for stage in range(self.layout.pp)]
-
-    def _wants_proof(self) -> bool:
-        if self.settings.verify != "auto":
-            return bool(self.settings.verify)
-        count = sum(math.prod(shape) for shape in self.global_shapes.values())
-        if count > LARGEST_PROVED and self.mesh.rank == 0:
-            _log.info(
-                f"the tensor-parallel plan of this model ({count / 1e6:.0f} million parameters) is not proved before "
-                "training: that needs float64 copies of it. Prove a smaller configuration with lightning_3d.verify, or "
-                "set verify=True."
-            )
-        return count <= LARGEST_PROVED
-
-    def _prove(self, plan: TensorPlan, step: Callable[[nn.Module], Any]) -> None:
-        """Original against rewritten on simulated ranks; done once per run, by rank 0."""
-        message = ""
-        cause: Exception | None = None
-        if self.mesh.rank == 0:
-            try:
-                report = verify_tensor_plan(self.module, plan, step)
-                self.proved = report.worst
-                if not report.ok:
-                    message = f"the tensor-parallel model does not compute what the original does: {report}. "
-                    message += report.advice
-            except NothingToProve as error:
-                _log.warning(f"the tensor-parallel plan is not proved before training, with this batch: {error}")
-            except ConfigurationError as error:  # all ranks must hear of it
-                message, cause = f"the tensor-parallel plan could not be proved before training: {error}", error
-            except Exception as error:
-                cause = error
-                message = (
-                    "the step does not run on a float64 copy of the module, which is made to prove the tensor-parallel "
-                    f"plan before training: {type(error).__name__}: {error}. If the step is right, train without the "
-                    "proof: ThreeDStrategy(verify=False)."
-                )
-        message = self.mesh.world.broadcast_object(message, 0)
-        if message:
-            raise ParityError(message) from cause
 
     @contextmanager
     def _recorded(self, number: int) -> Iterator[None]:
@@ -203,12 +169,9 @@ class Engine:
         if self.recorder is not None:
             self.recorder.end_step()
 
-    def _microbatches(self, step_name: str, batch: Any) -> int:
+    def _microbatches(self, batch: Any) -> int:
         """The documented rule: 4 x pp microbatches, fewer where the batch has fewer samples."""
-        asked = self.settings.num_microbatches
-        if step_name != "training_step":  # evaluation is not cut
-            return 1
-        size = batch_size(batch)
+        asked, size = self.settings.num_microbatches, batch_size(batch)
         if asked == "auto":
             return min(4 * self.layout.pp, size)
         assert isinstance(asked, int)
@@ -227,6 +190,11 @@ class Engine:
             optimizers: All of the module's.
             watched: Hooks of the user may look at `.grad`.
         """
+        if self.layout.tp > 1 and self._cut_by != "training_step" and self._wants_proof() and self.mesh.rank == 0:
+            _log.warning(
+                f"the tensor-parallel plan was made for {self._cut_by}, so it is not proved before training: the "
+                "original is no longer there. Call fit first, or lightning_3d.verify(module, batch, layout) beforehand."
+            )
         self.zero = Zero(
             optimizers,
             self.held,
@@ -306,6 +274,8 @@ class Engine:
         """
         assert self.runner is not None
         assert self.zero is not None
+        if self._cut_by != "training_step":  # cut for an evaluation; the size of training batches is known only now
+            self.runner.num_microbatches, self._cut_by = self._microbatches(batch), "training_step"
         self.runner.step_number = number
         self.zero.begin()
         self.zero.set_aside(keep=keep_gradients)
@@ -326,58 +296,6 @@ class Engine:
         assert self.runner is not None
         with self.sharding_rules(), self.mesh.ledger.during("pipeline"):
             return self.runner.evaluate(step_name, *args)
-
-    # -- gradients
-    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
-        """Norm of the whole mesh's gradient of one optimizer, every element counted once. Collective."""
-        zero = self.zero
-        assert zero is not None
-        zero.shown.collect()
-        by_id = {id(slot.held): slot for slot in zero.slots.values()}
-        counted = self.counted
-        gradients = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                slot = by_id.get(id(parameter))
-                name = slot.name if slot is not None else self.names[id(parameter)]
-                if name in counted and parameter.grad is not None:
-                    gradients.append(parameter.grad)
-        # a sharded optimizer's pieces are disjoint over dp; without shards every replica holds the same gradient
-        group_of_ranks = self.mesh.world if zero.stage else self.mesh.replica
-        with self.mesh.ledger.during("clip"):
-            return total_norm(gradients, group_of_ranks, self.mesh.device, norm_type)
-
-    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale an optimizer's gradients to `max_norm` at most; returns the norm before."""
-        assert self.zero is not None
-        norm = self.gradient_norm(optimizer)
-        shown = self.zero.shown
-        scale_gradients((shown.whole(p) for g in optimizer.param_groups for p in g["params"]), norm, max_norm)
-        return norm
-
-    def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        """The mesh's norm of what one rank sees of the module's gradients (in `.grad` of its or the optimizer's).
-
-        Returns:
-            None where these are other tensors, or where this rank holds all there is.
-
-        Collectives: one all-reduce of one number over all ranks.
-        """
-        zero, counted = self.zero, self.counted
-        assert zero is not None
-        # every replica has the whole of these, so one of them counts
-        first = self.mesh.at.dp == 0
-        known = {id(p.grad): first and n in counted for n, p in self.held.items() if p.grad is not None}
-        whole = all(id(g) in known for g in gradients)
-        for slot in zero.slots.values():
-            if slot.held is not slot.parameter and slot.held.grad is not None:
-                known[id(slot.held.grad)] = slot.name in counted
-        alone = self.mesh.layout.world_size == 1 or (gradients and whole and self.layout.replica_size == 1)
-        if alone or not all(id(g) in known for g in gradients):
-            return None
-        with self.mesh.ledger.during("clip"):
-            mine = [g for g in gradients if known[id(g)]]
-            return total_norm(mine, self.mesh.world, self.mesh.device, norm_type)
 
     # -- state
     def state(self) -> RunState:
@@ -421,30 +339,3 @@ def _whole(value: Any) -> Any:
 
 def _nothing() -> None:
     return None
-
-
-def memory_report(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """Bytes this rank holds: parameters, gradients (largest so far in full-size buffers, plus shards), optimizer."""
-    seen: set[int] = set()
-
-    def storage(tensor: Tensor) -> int:
-        data = tensor.untyped_storage()
-        if data.data_ptr() in seen or not tensor.numel():
-            return 0
-        seen.add(data.data_ptr())
-        return data.nbytes()
-
-    parameters = sum(storage(p.data) for p in engine.held.values())
-    zero = engine.zero
-    gradients = 0
-    if zero is not None:
-        gradients = zero.gradient_peak + sum(
-            storage(b.published) for b in zero.buckets if b.published is not None and b.sharded
-        )
-        gradients += sum(
-            storage(p.grad) for p in engine.held.values() if p.grad is not None and (zero.passive or zero.shown.wanted)
-        )
-    state = sum(
-        storage(v) for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)
-    )
-    return {"parameters": parameters, "gradients": gradients, "optimizer": state}

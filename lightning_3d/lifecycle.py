@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.seed import (
     _set_rng_states,
     pl_worker_init_function,
 )
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,12 +21,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_3d.data import check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
 from lightning_3d.engine import Engine, Settings
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.gradients import clip, norm_of
 from lightning_3d.materialize import materialize
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
+from lightning_3d.suitability import (
+    GRADIENT_HOOKS,
+    ZERO_GRAD_HOOKS,
+    check_can_be_trained,
+    check_is_whole,
+    is_overridden,
+)
 from lightning_3d.surrogate import surrogate_loss
 
 if TYPE_CHECKING:
@@ -34,15 +43,6 @@ if TYPE_CHECKING:
     from lightning_3d.pipeline import StepResult
 else:
     _Base = object
-_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-_ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
-_GRADIENT_HOOKS = (
-    *_ZERO_GRAD_HOOKS,
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -122,8 +122,12 @@ class Lifecycle(_Base):
         assert module is not None
         fitting = trainer.state.fn == "fit"
         first = self._engine is None or self._engine.module is not module
+        check_precision(self.precision_plugin)
         if first:
-            self._check_module(module, fitting)
+            check_is_whole(module)
+        if fitting:
+            check_can_be_trained(module, self._mesh.layout, trainer.callbacks)
+        if first:
             self._equalize(module)
         if fitting:
             self.setup_optimizers(trainer)
@@ -131,9 +135,9 @@ class Lifecycle(_Base):
             self._build(trainer, module)
         assert self._engine is not None
         if fitting:
-            watched = not module.automatic_optimization or self._overridden(trainer, _GRADIENT_HOOKS)
+            watched = not module.automatic_optimization or is_overridden(module, trainer.callbacks, GRADIENT_HOOKS)
             self._engine.shard(self.optimizers, watched)
-            self._torch_norm = GlobalTorchNorm(self._engine.norm_of)
+            self._torch_norm = GlobalTorchNorm(partial(norm_of, self._engine))
             self._torch_norm.install()
         self.setup_precision_plugin()
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
@@ -144,43 +148,11 @@ class Lifecycle(_Base):
 
     def _clip(self, optimizer: Any, max_norm: float) -> None:
         assert self._engine is not None
-        self._engine.clip(getattr(optimizer, "_optimizer", optimizer), max_norm)
+        clip(self._engine, getattr(optimizer, "_optimizer", optimizer), max_norm)
 
     def _collect(self) -> None:
         if self._engine is not None and self._engine.zero is not None:
             self._engine.zero.shown.collect()
-
-    def _check_module(self, module: Any, fitting: bool) -> None:
-        assert self._mesh is not None
-        check_precision(self.precision_plugin)
-        layout = self._mesh.layout
-        for callback in module.trainer.callbacks if fitting and layout.replica_size > 1 else ():
-            kind = next((c.__name__ for c in type(callback).__mro__ if c.__name__ in _AVERAGING), None)
-            if kind is not None:
-                raise ConfigurationError(
-                    f"{kind} copies the whole module before it is cut over {layout.tp} tensor-parallel ranks and "
-                    f"{layout.pp} pipeline stages, so its average has other shapes than the parts that are trained. "
-                    "Use it with tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism works), or "
-                    "average checkpoints afterwards."
-                )
-        if any(hasattr(p, "placement") or getattr(p, "is_absent", False) for p in module.parameters()):
-            raise ConfigurationError(
-                f"{type(module).__name__} was already cut by another strategy; its parameters here are parts. Make a "
-                "new module (load_from_checkpoint, or a second instance), or go on with the Trainer that cut it."
-            )
-        if fitting and layout.pp > 1 and any(isinstance(m, _BatchNorm) for m in module.modules()):
-            rank_zero_warn(
-                "BatchNorm in a pipeline normalises every microbatch by itself and updates its running statistics once "
-                "per microbatch, as gradient accumulation does; replica 0's statistics are used for evaluation and "
-                "saved. Set num_microbatches=1, or use a norm that does not depend on the batch, if that matters."
-            )
-        if fitting and layout.pp > 1 and not module.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(module).__name__} uses manual optimization (automatic_optimization=False) with "
-                f"pipeline_parallel_size={layout.pp}. Its training_step calls backward itself, but with a pipeline no "
-                "rank has the whole graph. Use pipeline_parallel_size=1 (tensor and data parallelism work), or "
-                "automatic optimization."
-            )
 
     def _equalize(self, module: nn.Module) -> None:
         """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
@@ -231,13 +203,6 @@ class Lifecycle(_Base):
         if self._engine is not None and self._engine.zero is not None:
             self._engine.zero.release()
         super().setup_optimizers(trainer)
-        assert self._mesh is not None
-        reevaluating = [o for o in self.optimizers if isinstance(o, torch.optim.LBFGS)]
-        if reevaluating and (self._mesh.layout.pp > 1 or (self._mesh.layout.zero and self._mesh.layout.dp > 1)):
-            raise ConfigurationError(
-                f"{type(reevaluating[0]).__name__} evaluates the model several times per step and decides on one "
-                "rank's values. Use it with pipeline_parallel_size=1 and zero_stage=0, or choose another optimizer."
-            )
 
     def _load_pending(self) -> None:
         if self._pending is not None:
@@ -284,7 +249,7 @@ class Lifecycle(_Base):
         args = (*args, *kwargs.values())
         self._check_first_batches("training_step", args[0])
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer: Any = self.lightning_module.trainer
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if engine.runner is None:
             engine.zero.begin()
@@ -296,24 +261,12 @@ class Lifecycle(_Base):
         last = not self._accumulating
         assert self._relay is not None
         with self._relay.step():
-            watched = self._overridden(trainer, _ZERO_GRAD_HOOKS)
+            watched = is_overridden(self.lightning_module, trainer.callbacks, ZERO_GRAD_HOOKS)
             result = engine.pipeline_train(args[0], batch_idx, scale, last, watched, number)
         loss, outputs = self._shared(result, training=True)
         assert loss is not None
         loss = surrogate_loss(loss, engine.zero, scale, last)
         return {**outputs, "loss": loss} if isinstance(outputs, dict) else loss
-
-    def _overridden(self, trainer: Any, hooks: Sequence[str]) -> bool:
-        """Whether the user's module or a callback that is not Lightning's has one of these hooks."""
-        module = self.lightning_module
-        base = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
-        return any(getattr(type(module), h) is not getattr(base, h) for h in hooks if hasattr(base, h)) or any(
-            hook in vars(c)
-            for callback in trainer.callbacks
-            for c in type(callback).__mro__
-            if not c.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_3d."))
-            for hook in hooks
-        )
 
     def _evaluation_step(self, step_name: str, args: Sequence[Any]) -> Any:
         engine = self._engine

@@ -22,11 +22,13 @@ from torch.optim import Optimizer
 from lightning_3d.arguments import CheckedArguments, check_effect
 from lightning_3d.comm import Ledger, ProcessCommunicator
 from lightning_3d.data import random_state_kept
-from lightning_3d.engine import Engine, Settings, memory_report
+from lightning_3d.engine import Engine, Settings
 from lightning_3d.errors import ConfigurationError, LayoutError, not_yet
+from lightning_3d.gradients import gradient_norm
 from lightning_3d.launch import WholeWeightsLauncher
 from lightning_3d.layout import Layout
 from lightning_3d.lifecycle import Lifecycle
+from lightning_3d.memory import memory_report
 from lightning_3d.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -201,7 +203,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
 
     def gradient_norm(self, optimizer: Optimizer | None = None) -> Tensor:
         """Norm of the whole mesh's gradient; collective over all ranks."""
-        return self.engine.gradient_norm(_unwrapped(optimizer or self.optimizers[0]))
+        return gradient_norm(self.engine, _unwrapped(optimizer or self.optimizers[0]))
 
     def whole_state_dict(self) -> dict[str, Any]:
         """The module's `state_dict` as one device would have it, on the CPU of global rank zero (empty elsewhere).

@@ -105,7 +105,8 @@ class Zero:
         if kind == "coupled" and self._parted:
             raise ConfigurationError(
                 f"{name} updates one parameter by looking at others, of which a rank holds only some with tensor or "
-                "pipeline parallelism. Use data parallelism alone with zero_stage=0, or another optimizer."
+                "pipeline parallelism. Use it with tensor_parallel_size=1, pipeline_parallel_size=1 and zero_stage=0, "
+                "or choose another optimizer."
             )
         if kind == "coupled":
             raise ConfigurationError(

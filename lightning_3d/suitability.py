@@ -1,0 +1,79 @@
+"""CAN this module be trained here, and do its hooks look at gradients?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import Layout
+
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
+GRADIENT_HOOKS = (
+    *ZERO_GRAD_HOOKS,
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+
+
+def check_is_whole(module: Any) -> None:
+    """Refuse a module that another strategy has cut.
+
+    Raises:
+        ConfigurationError: Its parameters are parts.
+    """
+    if any(hasattr(p, "placement") or getattr(p, "is_absent", False) for p in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__} was already cut by another strategy; its parameters here are parts. Make a "
+            "new module (load_from_checkpoint, or a second instance), or go on with the Trainer that cut it."
+        )
+
+
+def check_can_be_trained(module: Any, layout: Layout, callbacks: Iterable[Any]) -> None:
+    """Refuse what tensor or pipeline parallelism cannot train; warn of what they train differently.
+
+    Raises:
+        ConfigurationError: A callback that averages weights, or manual optimization with a pipeline.
+    """
+    for callback in callbacks if layout.replica_size > 1 else ():
+        kind = next((c.__name__ for c in type(callback).__mro__ if c.__name__ in _AVERAGING), None)
+        if kind is not None:
+            raise ConfigurationError(
+                f"{kind} copies the whole module before it is cut over {layout.tp} tensor-parallel ranks and "
+                f"{layout.pp} pipeline stages, so its average has other shapes than the parts that are trained. "
+                "Use it with tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism works), or "
+                "average checkpoints afterwards."
+            )
+    if layout.pp == 1:
+        return
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False) with "
+            f"pipeline_parallel_size={layout.pp}. Its training_step calls backward itself, but with a pipeline no "
+            "rank has the whole graph. Use pipeline_parallel_size=1 (tensor and data parallelism work), or "
+            "automatic optimization."
+        )
+    if any(isinstance(m, _BatchNorm) for m in module.modules()):
+        rank_zero_warn(
+            "BatchNorm in a pipeline normalises every microbatch by itself and updates its running statistics once "
+            "per microbatch, as gradient accumulation does; replica 0's statistics are used for evaluation and "
+            "saved. Set num_microbatches=1, or use a norm that does not depend on the batch, if that matters."
+        )
+
+
+def is_overridden(module: Any, callbacks: Iterable[Any], hooks: Sequence[str]) -> bool:
+    """Whether the user's module, or a callback that is not Lightning's, has one of these hooks."""
+    base = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
+    return any(getattr(type(module), h) is not getattr(base, h) for h in hooks if hasattr(base, h)) or any(
+        hook in vars(c)
+        for callback in callbacks
+        for c in type(callback).__mro__
+        if not c.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_3d."))
+        for hook in hooks
+    )
