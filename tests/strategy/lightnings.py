@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import lightning_3d.pytorch_lightning
 from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.testing import full_parameters
 from tests import models
 from tests.strategy.cases import trainer_for
@@ -97,6 +100,38 @@ def evaluate(sizes: dict[str, Any] | None) -> dict[str, Any]:
         "parameters": {n: p.detach().clone() for n, p in parameters.items()},
         "steps": trainer.global_step,
     }
+
+
+class Validates(models.LitMLP):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+def validate_then_fit(sizes: dict[str, Any] | None) -> dict[str, Any]:
+    strategy = "auto" if sizes is None else ThreeDStrategy(**sizes)
+    trainer = trainer_for(strategy, use_distributed_sampler=False)
+    torch.manual_seed(4)
+    module = Validates().double()
+    loader = DataLoader(models.vectors(16), batch_size=8)
+    text = io.StringIO()
+    logging.getLogger("lightning_3d").addHandler(handler := logging.StreamHandler(text))
+    result = trainer.validate(module, loader, verbose=False)[0]
+    trainer.fit(module, loader)
+    logging.getLogger("lightning_3d").removeHandler(handler)
+    parameters = dict(module.named_parameters()) if sizes is None else full_parameters(strategy)
+    out: dict[str, Any] = {
+        "val_loss": result["val_loss"],
+        "parameters": {n: p.detach().clone() for n, p in parameters.items()},
+        "logged": text.getvalue(),
+    }
+    if sizes is not None and strategy.engine.runner is not None:
+        out["microbatches"] = strategy.engine.runner.num_microbatches
+        module.automatic_optimization = False
+        try:
+            trainer.fit(module, loader)
+        except ConfigurationError as error:
+            out["refusal"] = str(error)
+    return out
 
 
 # -- the other Lightning package

@@ -56,8 +56,20 @@ def test_fit_test_and_predict_with_batches_of_changing_size() -> None:
             assert got["steps"] == want["steps"] == 6
             assert got["test_loss"] == pytest.approx(want["test_loss"], rel=1e-9)
             assert max(relative_error(got["parameters"][n], p) for n, p in want["parameters"].items()) <= 1e-9
-        # predictions live where Lightning looks for them: on global rank zero, which is on the last stage
-        assert relative_error(ranks[0]["predictions"], want["predictions"]) <= 1e-9
+            assert relative_error(got["predictions"], want["predictions"]) <= 1e-9
+
+
+def test_validation_before_fit() -> None:
+    """What a fit asks for (microbatches, checks, a proof) holds although the module was cut for a validation."""
+    want = launch(lightnings.validate_then_fit, 1, None)[0]
+    for layout, world in ((sizes(2), 2), (sizes(1, 2, num_microbatches=2), 2), (sizes(2, 2), 4)):
+        for rank, got in enumerate(launch(lightnings.validate_then_fit, world, layout)):
+            assert got["val_loss"] == pytest.approx(want["val_loss"], rel=1e-9)
+            assert max(relative_error(got["parameters"][n], p) for n, p in want["parameters"].items()) <= 1e-9
+            if layout["pipeline_parallel_size"] == 2:
+                assert got["microbatches"] == layout.get("num_microbatches", 8)
+                assert "manual optimization" in got["refusal"]
+            assert ("not proved" in got["logged"]) == (layout["tensor_parallel_size"] == 2 and rank == 0)
 
 
 def test_both_lightning_packages() -> None:
