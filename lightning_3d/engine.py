@@ -204,7 +204,7 @@ class Engine:
             data=self.mesh.data,
             control=self.mesh.control,
             shared=self.runner.shared_groups if self.runner is not None else (),
-            cut={n for n in self.held if self.placement(n) is not None},
+            cut={n for n, p in self.parameters.items() if _local_shape(p) != self.global_shapes[n]},
             parted=self.layout.tp * self.layout.pp > 1,
             publish_later=self.runner is not None,
             watched=watched,
@@ -335,6 +335,11 @@ class Engine:
 
 def _whole(value: Any) -> Any:
     return whole(value) if isinstance(value, ShardedTensor) else value
+
+
+def _local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Also of what only other stages hold, so that all ranks refuse alike."""
+    return tuple(getattr(parameter, "local_shape", parameter.shape))
 
 
 def _nothing() -> None:

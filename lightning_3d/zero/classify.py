@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.errors import ConfigurationError
+
 Kind = Literal["elementwise", "whole", "coupled"]
 """elementwise: works on any range of a flattened parameter; whole: needs whole parameters (Adafactor, Muon, LAMB);
 coupled: one parameter's update depends on another's (LBFGS), so it cannot be sharded at all."""
@@ -35,6 +37,40 @@ def classify(optimizer: Optimizer) -> Kind:
     if "coupled" in kinds:
         return "coupled"
     return "whole" if "whole" in kinds else "elementwise"
+
+
+def check_fits(name: str, kind: Kind, replicas: int, parted: bool, divided: Sequence[str]) -> None:
+    """Refuse an optimizer that looks at more than a rank holds.
+
+    Args:
+        name: Its class.
+        kind: Its kind.
+        replicas: Data-parallel ranks its state is to be divided over.
+        parted: Ranks of a replica hold different parameters (tensor or pipeline parallelism).
+        divided: Its parameters that are divided over tensor-parallel ranks.
+
+    Raises:
+        ConfigurationError: It cannot be used here.
+    """
+    if kind == "coupled" and parted:
+        raise ConfigurationError(
+            f"{name} updates one parameter by looking at others, of which a rank holds only some with tensor or "
+            "pipeline parallelism. Use it with tensor_parallel_size=1, pipeline_parallel_size=1 and zero_stage=0, "
+            "or choose another optimizer."
+        )
+    if kind == "coupled":
+        raise ConfigurationError(
+            f"{name} updates one parameter by looking at others (or re-evaluates the model), so its state cannot be "
+            f"divided over {replicas} data-parallel ranks. Use zero_stage=0."
+        )
+    if kind == "whole" and divided:
+        raise ConfigurationError(
+            f"{name} looks at whole matrices, but {len(divided)} of its parameters are divided over the "
+            f"tensor-parallel ranks ({', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}), so it would "
+            "compute something else from every part. Use it with tensor_parallel_size=1 (pipeline and data "
+            "parallelism work), give it parameters that tensor_parallel_plan replicates, or take an optimizer that "
+            "works element by element (SGD, Adam, AdamW)."
+        )
 
 
 def _classify_shape(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> Kind:

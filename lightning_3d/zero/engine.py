@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket, Piece, Slot
-from lightning_3d.zero.classify import classify
+from lightning_3d.zero.classify import check_fits, classify
 from lightning_3d.zero.shown import Shown
 
 
@@ -99,30 +99,9 @@ class Zero:
 
     # -- optimizers
     def _take_over(self, optimizer: Optimizer) -> None:
-        asks = self.stage or self._parted
-        kind = self._kinds[optimizer] = classify(optimizer) if asks else "elementwise"
-        name = type(optimizer).__name__
-        if kind == "coupled" and self._parted:
-            raise ConfigurationError(
-                f"{name} updates one parameter by looking at others, of which a rank holds only some with tensor or "
-                "pipeline parallelism. Use it with tensor_parallel_size=1, pipeline_parallel_size=1 and zero_stage=0, "
-                "or choose another optimizer."
-            )
-        if kind == "coupled":
-            raise ConfigurationError(
-                f"{name} updates one parameter by looking at others (or re-evaluates the model), "
-                f"so its state cannot be divided over {self.data.size} data-parallel ranks. Use zero_stage=0."
-            )
-        held = (self._held_names.get(id(p), "") for g in optimizer.param_groups for p in g["params"])
-        divided = sorted(set(held) & self._cut)
-        if kind == "whole" and divided:
-            raise ConfigurationError(
-                f"{name} looks at whole matrices, but {len(divided)} of its parameters are divided over the "
-                f"tensor-parallel ranks ({', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}), so it would "
-                "compute something else from every part. Use it with tensor_parallel_size=1 (pipeline and data "
-                "parallelism work), give it parameters that tensor_parallel_plan replicates, or take an optimizer that "
-                "works element by element (SGD, Adam, AdamW)."
-            )
+        kind = self._kinds[optimizer] = classify(optimizer) if self.stage or self._parted else "elementwise"
+        names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
+        check_fits(type(optimizer).__name__, kind, self.data.size, self._parted, sorted(names & self._cut))
         self._adopt(optimizer)
         if self.stage:
             optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))

@@ -19,9 +19,13 @@ from lightning_3d.tensor import (
     function_guard,
     local,
     placement,
+    plan_tensor_parallel,
     run_simulated,
+    verify_tensor_plan,
 )
 from lightning_3d.testing import relative_error
+
+EXACT = 1e-9
 
 
 class Refused(BaseException):
@@ -106,3 +110,22 @@ def random_factors(n: int, rng: random.Random) -> list[int]:
     if rng.random() < 0.3:
         shape.insert(rng.randrange(len(shape) + 1), 1)
     return shape or [1]
+
+
+def check_model(case: tuple[Any, Any, float], size: int, sequence: bool = False) -> None:
+    """Loss and every gradient of the cut model against the original.
+
+    Args:
+        case: (makes the model, its step, least part of the parameters that two ranks must divide).
+        size: Number of ranks.
+        sequence: With sequence parallelism, which may gather.
+    """
+    build, step, least = case
+    torch.manual_seed(0)
+    model = build()
+    plan = plan_tensor_parallel(model, step, size, sequence=sequence)
+    report = verify_tensor_plan(model, plan, step)
+    assert report.worst <= EXACT, str(report)
+    if not sequence:
+        assert size != 2 or plan.sharded_fraction >= least, f"\n{plan}"
+        assert report.gathers == 0

@@ -6,32 +6,21 @@ import pytest
 import torch
 
 from lightning_3d.tensor import plan_tensor_parallel, verify_tensor_plan
+from tests.tensor.helpers import EXACT, check_model
 from tests.tensor.hf_models import HF
-from tests.tensor.test_models import EXACT, GATHERS, random_plan
+from tests.tensor.test_models import GATHERS, random_plan
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", HF)
 def test_equal_to_one_process(name: str, size: int) -> None:
-    build, step, least = HF[name]
-    torch.manual_seed(0)
-    model = build()
-    plan = plan_tensor_parallel(model, step, size)
-    if size == 2:
-        assert plan.sharded_fraction >= least, f"\n{plan}"
-    report = verify_tensor_plan(model, plan, step)
-    assert report.worst <= EXACT, str(report)
-    assert report.gathers == 0
+    check_model(HF[name], size)
 
 
 @pytest.mark.filterwarnings(GATHERS)
 @pytest.mark.parametrize("name", ["llama", "llama_kv1", "bert", "t5", "mixtral_eager"])
 def test_equal_with_sequence_parallelism(name: str) -> None:
-    build, step, _ = HF[name]
-    torch.manual_seed(0)
-    model = build()
-    report = verify_tensor_plan(model, plan_tensor_parallel(model, step, 2, sequence=True), step)
-    assert report.worst <= EXACT, str(report)
+    check_model(HF[name], 2, sequence=True)
 
 
 @pytest.mark.filterwarnings(GATHERS)

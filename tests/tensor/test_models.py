@@ -11,35 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.tensor import Decision, Placement, TensorPlan, plan_tensor_parallel, verify_tensor_plan
+from tests.tensor.helpers import EXACT, check_model
 from tests.tensor.models import PLAIN, NanoGPT, next_token, tokens, values
 
-EXACT = 1e-9
 GATHERS = "ignore:.*no tensor-parallel form"
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", PLAIN)
 def test_equal_to_one_process(name: str, size: int) -> None:
-    build, step, least = PLAIN[name]
-    torch.manual_seed(0)
-    model = build()
-    plan = plan_tensor_parallel(model, step, size)
-    if size == 2:
-        assert plan.sharded_fraction >= least, f"\n{plan}"
-    report = verify_tensor_plan(model, plan, step)
-    assert report.worst <= EXACT, str(report)
-    assert report.gathers == 0
+    check_model(PLAIN[name], size)
 
 
 @pytest.mark.filterwarnings(GATHERS)
 @pytest.mark.parametrize("name", PLAIN)
 def test_equal_with_sequence_parallelism(name: str) -> None:
-    build, step, _ = PLAIN[name]
-    torch.manual_seed(0)
-    model = build()
-    plan = plan_tensor_parallel(model, step, 2, sequence=True)
-    report = verify_tensor_plan(model, plan, step)
-    assert report.worst <= EXACT, str(report)
+    check_model(PLAIN[name], 2, sequence=True)
 
 
 def test_collectives_of_a_decoder_language_model() -> None:
