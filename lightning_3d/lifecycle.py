@@ -28,6 +28,7 @@ from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
+from lightning_3d.probe import own_parameters
 from lightning_3d.suitability import (
     GRADIENT_HOOKS,
     ZERO_GRAD_HOOKS,
@@ -344,9 +345,10 @@ class Lifecycle(_Base):
 
 def _leave_fake_gradients(module: nn.Module) -> None:
     """What a step that scales or clips `p.grad` after its `manual_backward` finds while it is being followed."""
-    for parameter in module.parameters():
-        if isinstance(parameter, FakeTensor) and parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    with torch._C.DisableTorchFunction():  # the plan must not see these as uses of the parameters
+        for parameter in own_parameters(module):
+            if isinstance(parameter, FakeTensor) and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

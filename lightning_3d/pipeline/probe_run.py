@@ -32,7 +32,7 @@ from lightning_3d.pipeline.holders import changed, has_tensor, holders, slots
 from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.probe_atom import AtomExecution, RandomWatch, is_fake, versions_of
 from lightning_3d.pipeline.rng import Seeds, seed_torch
-from lightning_3d.probe import VALUE_READS, Answers, FakeParameters
+from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, own_parameters
 
 
 class TraceRun(Glue):
@@ -197,7 +197,7 @@ class TraceRun(Glue):
         with self.paused():
             leaves, spec = tree_flatten((args, kwargs))
             n, event = self._begin("atom:" + name, "atom", leaves)
-            event.params = {self.fakes.names[id(p)] for p in module.parameters()}
+            event.params = {self.fakes.names[id(p)] for p in own_parameters(module)}
             self._touched_inside = set()
             before = _attributes(module)
             fakes = [self._fake(x) for x in leaves]

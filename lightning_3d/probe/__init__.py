@@ -5,7 +5,7 @@ from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
 from lightning_3d.probe.reads import VALUE_READS, Answers, retry
 from lightning_3d.probe.state import ModuleState
-from lightning_3d.probe.step import call_step, metrics_alone, probe_arguments
+from lightning_3d.probe.step import call_step, metrics_alone, own_parameters, probe_arguments
 
 __all__ = [
     "VALUE_READS",
@@ -16,6 +16,7 @@ __all__ = [
     "call_step",
     "intercept_functions",
     "metrics_alone",
+    "own_parameters",
     "probe_arguments",
     "retry",
 ]

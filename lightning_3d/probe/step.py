@@ -7,7 +7,6 @@ parameter the view with the global shape (a penalty on all weights must not see 
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,13 +49,18 @@ _open = 0
 _lock = threading.Lock()
 
 
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters themselves, also inside a step."""
+    return [parameter for _, parameter in _named_parameters(module)]
+
+
 @contextmanager
 def parameters_as_read() -> Iterator[None]:
     """While open, this thread's `parameters()` and `named_parameters()` yield what attribute access gives.
 
     The two are replaced on `nn.Module` and not on instances, so subclasses that filter them, and submodules that are
-    made meanwhile, work. The replacement is gone when the last context is closed. This package's own code still gets
-    the parameters themselves.
+    made meanwhile, work. The replacement is gone when the last context is closed. Code of ours that runs inside a step
+    asks `own_parameters`.
     """
     global _open
     with _lock:
@@ -77,7 +81,7 @@ def _as_read(
     self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Any]]:
     found = _named_parameters(self, prefix, recurse, remove_duplicate)
-    inside = getattr(_inside, "depth", 0) > 0 and not _asked_by_us()
+    inside = getattr(_inside, "depth", 0) > 0
     return _shown(self, prefix, found) if inside else found
 
 
@@ -88,14 +92,6 @@ def _shown(module: nn.Module, prefix: str, found: Iterator[tuple[str, nn.Paramet
             yield name, getattr(module.get_submodule(path), leaf)
         else:
             yield name, parameter
-
-
-def _asked_by_us() -> bool:
-    """The code that iterates is this package's (the pipeline's trace counts what a module holds), not the user's."""
-    frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") == nn.Module.__module__ and frame.f_back is not None:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).startswith("lightning_3d.")
 
 
 @contextmanager

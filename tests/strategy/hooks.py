@@ -131,6 +131,8 @@ def parameters_after(names: list[str], sizes: dict[str, Any] | None) -> list[tup
             data.replica = int(os.environ["RANK"]) // strategy.layout.replica_size
         trainer.fit(module, models.loader("mlp", 32, 8, data.replica, data.replicas))
         parallel = isinstance(strategy, ThreeDStrategy)
+        if parallel and strategy.layout.tp > 1:
+            assert strategy.engine.tensor_plan.sharded_fraction > 0.5
         whole = full_parameters(strategy) if parallel else dict(module.named_parameters())
         apart = replica_difference(strategy) if parallel else 0.0
         out.append(({n: p.detach().clone() for n, p in whole.items()}, apart))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.probe import call_step, intercept_functions
+from lightning_3d.probe import call_step, intercept_functions, own_parameters
 from lightning_3d.probe.step import parameters_as_read
 from lightning_3d.tensor import (
     Placement,
@@ -108,9 +108,10 @@ def test_what_parameters_yields_in_a_step_and_outside() -> None:
         assert tuple(shown["a.weight"].shape) == (32, 8)
         assert [n for n, _ in model.a.named_parameters("x")] == ["x.weight", "x.bias"]
         assert all(isinstance(p, ShardedTensor) for p in model.a.parameters())
-        own: dict[str, Any] = {"__name__": "lightning_3d.pipeline.trace"}
-        exec("def of(m): return {id(p) for p in m.parameters()}", own)  # our own code looks parameters up by identity
-        assert own["of"](model) == {id(p) for m in model.modules() for p in m._parameters.values()}
+        # our own code looks parameters up by identity
+        assert {id(p) for p in own_parameters(model)} == {
+            id(p) for m in model.modules() for p in m._parameters.values()
+        }
     assert nn.Module.named_parameters is original
     assert {n: tuple(p.shape) for n, p in model.named_parameters()}["a.weight"] == (16, 8)
     assert all(type(p) is nn.Parameter for p in model.parameters())
