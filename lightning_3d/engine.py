@@ -136,6 +136,12 @@ class Engine:
         self.tensor_plan.check_heads()
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
         agree("the tensor-parallel plan", seen, self.mesh.replica)
+        if not self.tensor_plan.sharded_fraction and self.mesh.rank == 0:
+            _log.warning(
+                f"tensor_parallel_size={self.layout.tp} divides nothing of this model, so every rank holds and "
+                "computes all of it. strategy.explain() says why for each parameter; use pipeline or data parallelism "
+                "instead, or name layers in tensor_parallel_plan."
+            )
         if step_name == "training_step" and self._wants_proof():
             self.proved = prove(self.module, self.tensor_plan, step, self.mesh)
         rewrite(self.module, self.tensor_plan, self.tensor_group)

@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
@@ -59,6 +61,12 @@ def check_can_be_trained(module: Any, layout: Layout, callbacks: Iterable[Any]) 
             "rank has the whole graph. Use pipeline_parallel_size=1 (tensor and data parallelism work), or "
             "automatic optimization."
         )
+    drifting = sorted({type(m).__name__.lstrip("_") for m in module.modules() if _changes_buffers(m)})
+    if drifting:
+        rank_zero_warn(
+            f"{', '.join(drifting)} changes buffers with every forward (power iterations, running statistics): in a "
+            "pipeline once per microbatch instead of once per batch. Set num_microbatches=1 if that matters."
+        )
     if any(isinstance(m, _BatchNorm) for m in module.modules()):
         rank_zero_warn(
             "BatchNorm in a pipeline normalises every microbatch by itself and updates its running statistics once "
@@ -77,3 +85,8 @@ def is_overridden(module: Any, callbacks: Iterable[Any], hooks: Sequence[str]) -
         if not c.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_3d."))
         for hook in hooks
     )
+
+
+def _changes_buffers(module: Any) -> bool:
+    """With every forward, other than BatchNorm."""
+    return isinstance(module, _SpectralNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.suitability import check_can_be_trained
 from lightning_3d.testing import DistributedError, preload, run_distributed
 from tests import models
 
@@ -202,6 +203,16 @@ def test_every_rank_refuses_at_set_up() -> None:
             for word in REFUSED[name][2]:
                 assert word in message, (name, message)
             assert seconds < 20
+
+
+def test_buffers_that_change_with_every_forward_are_named() -> None:
+    net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.InstanceNorm1d(3))
+    net.automatic_optimization = True
+    with pytest.warns(UserWarning, match="^SpectralNorm changes buffers .* num_microbatches=1"):
+        check_can_be_trained(net, Layout(pp=2), [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_can_be_trained(net, Layout(dp=2), [])
 
 
 class Failing(models.LitMLP):
