@@ -30,7 +30,7 @@ from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.pipeline.samples import batch_size, describe_size
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
-from lightning_3d.proof import prove, wants_proof
+from lightning_3d.proof import prove
 from lightning_3d.tensor import (
     Placement,
     ShardedTensor,
@@ -77,7 +77,7 @@ class Engine:
         self.parameters = dict(module.named_parameters())
         self.global_shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}
         self.tensor_plan: TensorPlan | None = None
-        self.proved: float | None = None  # largest error of the proof, on rank zero
+        self.proved: str | None = None  # what was proved, on rank zero
         self._cut_by = ""  # the step that was followed
         self._began = time.monotonic()
         self.tensor_group = TensorGroup(mesh.tensor)
@@ -121,14 +121,14 @@ class Engine:
         self.partition = self.runner.setup(step_name, batch)
 
     def _cut_tensors(self, step_name: str, batch: Any) -> None:
-        def step(module: nn.Module) -> Any:
+        def step_on(module: nn.Module, batch: Any) -> Any:
             with self.settings.forward_context():
                 return call_step(module, step_name, batch, 0)
 
         overrides = self.settings.tensor_parallel_plan
         self.tensor_plan = plan_tensor_parallel(
             self.module,
-            step,
+            lambda module: step_on(module, batch),
             self.layout.tp,
             overrides=None if isinstance(overrides, str) else overrides,
             sequence=self.settings.sequence_parallel,
@@ -142,8 +142,8 @@ class Engine:
                 "computes all of it. strategy.explain() says why for each parameter; use pipeline or data parallelism "
                 "instead, or name layers in tensor_parallel_plan."
             )
-        if step_name == "training_step" and self._wants_proof():
-            self.proved = prove(self.module, self.tensor_plan, step, self.mesh)
+        if step_name == "training_step":
+            self.proved = prove(self.module, self.tensor_plan, step_on, batch, self.mesh, self.settings.verify)
         rewrite(self.module, self.tensor_plan, self.tensor_group)
 
     def summary(self) -> str:
@@ -152,15 +152,11 @@ class Engine:
         if self.tensor_plan is not None:
             parts.append(f"{self.tensor_plan.sharded_fraction:.0%} of the parameters divided over tp")
             if self.proved is not None:
-                parts.append(f"proved equal to the original to {self.proved:.0e}")
+                parts.append(self.proved)
         if self.runner is not None:
             counts = [sum(math.prod(self.global_shapes[n]) for n in held) for held in self.stage_names()]
             parts.append("stages of " + " + ".join(f"{count:,}" for count in counts) + " parameters")
         return ", ".join(parts) + f" ({time.monotonic() - self._began:.1f} s). strategy.explain() shows the plan."
-
-    def _wants_proof(self) -> bool:
-        count = sum(math.prod(shape) for shape in self.global_shapes.values())
-        return wants_proof(self.settings.verify, count, self.mesh.rank)
 
     def stage_names(self) -> list[list[str]]:
         """Names of the parameters every pipeline stage holds."""
@@ -196,7 +192,7 @@ class Engine:
             optimizers: All of the module's.
             watched: Hooks of the user may look at `.grad`.
         """
-        if self.layout.tp > 1 and self._cut_by != "training_step" and self._wants_proof() and self.mesh.rank == 0:
+        if self.layout.tp > 1 and self._cut_by != "training_step" and self.settings.verify and self.mesh.rank == 0:
             _log.warning(
                 f"the tensor-parallel plan was made for {self._cut_by}, so it is not proved before training: the "
                 "original is no longer there. Call fit first, or lightning_3d.verify(module, batch, layout) beforehand."

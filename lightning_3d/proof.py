@@ -1,8 +1,9 @@
-"""WHEN is a tensor-parallel plan proved, and who hears of it?  Once per run, by rank zero, before training."""
+"""WHEN is a tensor-parallel plan proved, and how?  Once per model, by rank zero, before training."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,46 +11,96 @@ from torch import nn
 
 from lightning_3d.errors import ConfigurationError, ParityError
 from lightning_3d.mesh import Mesh
-from lightning_3d.tensor import NothingToProve, TensorPlan, verify_tensor_plan
+from lightning_3d.probe import shorter_batches
+from lightning_3d.proof_memory import fingerprint, recall, remember
+from lightning_3d.tensor import (
+    NothingToProve,
+    OperationReport,
+    TensorPlan,
+    TensorReport,
+    prove_operations,
+    verify_tensor_plan,
+)
 
 _log = logging.getLogger(__name__)
-LARGEST_PROVED = 50_000_000
-"""Parameters of the largest model that `verify="auto"` proves."""
+LARGEST_RUN = 50_000_000
+"""Parameters of the largest model that is run for its proof; larger ones are proved by operations."""
+
+StepOn = Callable[[nn.Module, Any], Any]
+"""Runs the user's step of a module on a batch."""
 
 
-def wants_proof(verify: bool | str, count: int, rank: int) -> bool:
-    """Whether to prove the plan of a model with `count` parameters; rank zero says if "auto" decides against it."""
-    if verify != "auto":
-        return bool(verify)
-    if count > LARGEST_PROVED and rank == 0:
-        _log.info(
-            f"the tensor-parallel plan of this model ({count / 1e6:.0f} million parameters) is not proved before "
-            "training: that needs float64 copies of it. Prove a smaller configuration with lightning_3d.verify, or "
-            "set verify=True."
-        )
-    return count <= LARGEST_PROVED
+def is_small(module: nn.Module) -> bool:
+    """The model can be copied and run in float64 for its proof."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return not any(t.is_meta for t in tensors) and sum(p.numel() for p in module.parameters()) <= LARGEST_RUN
 
 
-def prove(module: nn.Module, plan: TensorPlan, step: Callable[[nn.Module], Any], mesh: Mesh) -> float | None:
-    """The original against the rewritten module on simulated ranks.
+def prove_plan(
+    module: nn.Module, plan: TensorPlan, step_on: StepOn, batch: Any, *, run: bool
+) -> TensorReport | OperationReport:
+    """The best proof there is for this model, on as little of the batch as the step can use.
+
+    Args:
+        module: The whole model.
+        plan: Its plan.
+        step_on: Runs the user's step on a batch.
+        batch: What the user trains on.
+        run: Run copies of the model (all of it is proved, memory as `verify_tensor_plan`); else its operations one by
+            one (`prove_operations`).
+
+    Raises:
+        ParityError, NothingToProve, ConfigurationError, Exception: As the proof on the whole batch.
+
+    Collectives: none.
+    """
+    attempts = list(shorter_batches(batch))
+    for short in attempts[:-1]:
+        try:
+            report = _attempt(module, plan, step_on, short, run)
+        except Exception:  # the step cannot use such a batch
+            continue
+        if report.ok and not report.gathers:
+            return report
+    return _attempt(module, plan, step_on, attempts[-1], run)
+
+
+def _attempt(
+    module: nn.Module, plan: TensorPlan, step_on: StepOn, batch: Any, run: bool
+) -> TensorReport | OperationReport:
+    prove: Any = verify_tensor_plan if run else prove_operations
+    report: TensorReport | OperationReport = prove(module, plan, lambda m: step_on(m, batch))
+    return report
+
+
+def prove(
+    module: nn.Module, plan: TensorPlan, step_on: StepOn, batch: Any, mesh: Mesh, verify: bool | str
+) -> str | None:
+    """Prove a plan before training, unless this model was proved before on this machine.
+
+    Args:
+        module: The whole model.
+        plan: Its plan.
+        step_on: Runs the user's step on a batch.
+        batch: The first batch.
+        mesh: This rank's place.
+        verify: The user's choice: "auto", True (run the model whatever its size) or False.
 
     Returns:
-        The largest error, on rank zero; None elsewhere, or if the batch gives nothing to prove (a warning says so).
+        What was proved, in words, on rank zero; None elsewhere, or if nothing was.
 
     Raises:
         ParityError: They differ, or the step does not run on a copy; on all ranks.
 
     Collectives: one broadcast of a text over the world.
     """
-    message, worst = "", None
+    if verify is False:
+        return None
+    message, found = "", None
     cause: Exception | None = None
     if mesh.rank == 0:
         try:
-            report = verify_tensor_plan(module, plan, step)
-            worst = report.worst
-            if not report.ok:
-                message = f"the tensor-parallel model does not compute what the original does: {report}. "
-                message += report.advice
+            message, found = _proved(module, plan, step_on, batch, verify)
         except NothingToProve as error:
             _log.warning(f"the tensor-parallel plan is not proved before training, with this batch: {error}")
         except ConfigurationError as error:  # all ranks must hear of it
@@ -64,4 +115,30 @@ def prove(module: nn.Module, plan: TensorPlan, step: Callable[[nn.Module], Any],
     message = mesh.world.broadcast_object(message, 0)
     if message:
         raise ParityError(message) from cause
-    return worst
+    return found
+
+
+def _proved(
+    module: nn.Module, plan: TensorPlan, step_on: StepOn, batch: Any, verify: bool | str
+) -> tuple[str, str | None]:
+    """(What is wrong, what was proved)."""
+    key = fingerprint(module, plan, batch) if verify == "auto" else None
+    before = None if key is None else recall(key)
+    if before is not None:
+        return "", f"{before} (in an earlier run)"
+    run = verify is True or is_small(module)
+    report = prove_plan(module, plan, step_on, batch, run=run)
+    if not report.ok:
+        return f"the tensor-parallel model does not compute what the original does: {report}. {report.advice}", None
+    count = len(report.errors)
+    what = "proved" if run else f"its {count} kinds of operations proved"
+    assert math.isfinite(report.worst)
+    found = f"{what} equal to the original to {report.worst:.0e}"
+    if isinstance(report, OperationReport) and report.unproved:
+        names = "; ".join(f"{name}: {why}" for name, why in list(report.unproved.items())[:3])
+        _log.warning(
+            f"{len(report.unproved)} kinds of operations of the tensor-parallel plan could not be proved alone: {names}"
+        )
+    elif key is not None:
+        remember(key, found)
+    return "", found

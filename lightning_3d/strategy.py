@@ -93,9 +93,11 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
                 gradient accumulation gives).
             save_distributed_checkpoint: Checkpoints are directories every rank writes its part of, readable by any
                 layout; False: one plain Lightning file, gathered on rank zero.
-            verify: Before training, prove the tensor-parallel plan: the first batch through the original and the cut
-                model on simulated ranks, in float64, loss and every gradient. "auto" does it for models of up to 50
-                million parameters (it needs some 20 times their number in bytes on rank zero), and says if it does not.
+            verify: Before training, prove the tensor-parallel plan in float64 on simulated ranks. "auto": models of up
+                to 50 million parameters are run on part of the first batch, original against cut, loss and every
+                gradient (memory: some 20 times their number in bytes on rank zero); of larger ones every kind of
+                operation is tried alone. A model that was proved before on this machine is not proved again
+                (`$LIGHTNING_3D_CACHE`). True: run it whatever its size, every time. False: no proof.
             allow_cross_node_tensor_parallel: Allow tensor_parallel_size to span machines.
             bucket_size_mb: Size of gradient buckets; None chooses by device (4 on CPU, 25 on CUDA).
             record_timeline: Keep the times of pipeline actions in `strategy.recorder`.

@@ -20,7 +20,9 @@ from lightning_3d.explain import describe_plan, stages_of
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline import Simulation, simulate
 from lightning_3d.probe import call_step, intercept_functions
+from lightning_3d.proof import LARGEST_RUN, is_small, prove_plan
 from lightning_3d.tensor import (
+    OperationReport,
     TensorGroup,
     TensorPlan,
     TensorReport,
@@ -31,8 +33,8 @@ from lightning_3d.tensor import (
     run_simulated,
     verify_tensor_plan,
 )
+from lightning_3d.tensor.exact import Exactly, experiment
 from lightning_3d.tensor.replica import exact_copy, redraw
-from lightning_3d.tensor.verify import Exactly, experiment
 from lightning_3d.testing import relative_error
 
 TOLERANCE = 1e-6
@@ -49,13 +51,15 @@ class Report:
         loss_error: Relative error of the loss through the pipeline stages.
         errors: Parameter name -> relative error of its gradient through the stages; empty for pp=1.
         tolerance: Largest error that passes.
+        pipeline_run: The stages were run; False for a model that is too large to be copied.
     """
 
     layout: Layout
-    tensor: TensorReport | None
+    tensor: TensorReport | OperationReport | None
     loss_error: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
     tolerance: float = TOLERANCE
+    pipeline_run: bool = True
 
     @property
     def worst(self) -> float:
@@ -85,6 +89,11 @@ class Report:
                 f"pipeline over {self.layout.pp} stages: loss error {self.loss_error:.1e}, largest gradient error "
                 f"{max(self.errors.values()):.1e} over {len(self.errors)} parameters"
             )
+        if not self.pipeline_run:
+            lines.append(
+                f"pipeline over {self.layout.pp} stages: not run, the model has more than {LARGEST_RUN / 1e6:.0f} "
+                "million parameters or no values; verify a smaller configuration of it"
+            )
         return "\n".join(lines)
 
     def raise_if_wrong(self) -> None:
@@ -100,8 +109,12 @@ def verify(module: nn.Module, batch: Any, layout: Layout | str, *, num_microbatc
     module are used, with redrawn weights and dropout off; the module is left as it was. Data parallelism and ZeRO do
     not change what is computed and take no part.
 
+    A model of more than 50 million parameters, or one on the meta device, is not run: the tensor-parallel plan is then
+    proved by its operations, each of them alone (`OperationReport`; seconds and less than a gigabyte for 70 billion
+    parameters), and the pipeline is not proved.
+
     Args:
-        module: A LightningModule with `training_step`, whole, on the CPU.
+        module: A LightningModule with `training_step`, whole, on the CPU or meta device.
         batch: A batch as the training loader gives it.
         layout: The layout, e.g. "tp2-pp2"; dp and zero are ignored.
         num_microbatches: Microbatches the pipeline cuts the batch into.
@@ -115,9 +128,14 @@ def verify(module: nn.Module, batch: Any, layout: Layout | str, *, num_microbatc
     layout.check_supported()
     step = _step(batch)
     plan = plan_tensor_parallel(module, step, layout.tp) if layout.tp > 1 else None
-    tensor = verify_tensor_plan(module, plan, step) if plan is not None else None
+    run = is_small(module)
+    tensor: TensorReport | OperationReport | None = None
+    if plan is not None:
+        tensor = verify_tensor_plan(module, plan, step) if run else prove_plan(module, plan, _step_on, batch, run=False)
     if layout.pp == 1 or (tensor is not None and not tensor.ok):
         return Report(layout, tensor)
+    if not run:
+        return Report(layout, tensor, pipeline_run=False)
     loss_error, errors = _through_stages(module, batch, layout, plan, num_microbatches)
     return Report(layout, tensor, loss_error, errors)
 
@@ -144,7 +162,11 @@ def explain(module: nn.Module, batch: Any, layout: Layout | str) -> str:
 
 
 def _step(batch: Any) -> Callable[[nn.Module], Any]:
-    return lambda module: call_step(module, "training_step", batch, 0)
+    return lambda module: _step_on(module, batch)
+
+
+def _step_on(module: nn.Module, batch: Any) -> Any:
+    return call_step(module, "training_step", batch, 0)
 
 
 def _through_stages(

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -15,7 +15,8 @@ class FakeParameters:
     """While open, every parameter of `module` is a FakeTensor parameter on `device`; nothing is copied.
 
     What does not derive from a parameter (batch, masks, positions, buffers) stays real, so code that looks at values
-    of the batch works. Ties are kept. The CPU random state is put back at the end.
+    of the batch works; buffers on the meta device have no values and become fake. Ties are kept. The CPU random state
+    is put back at the end.
 
     Args:
         module: The user's module. A parameter that this rank does not hold (`local_shape` attribute) is probed with
@@ -50,11 +51,10 @@ class FakeParameters:
             if isinstance(module, nn.RNNBase):  # keeps a second list of its parameters
                 self.swapped.append((module.__dict__, "_flat_weights", module._flat_weights))
                 module.__dict__["_flat_weights"] = [module._parameters.get(n) for n in module._flat_weights_names]
-            if id(module) in closed:
-                for key, buffer in module._buffers.items():
-                    if buffer is not None:
-                        self.swapped.append((module._buffers, key, buffer))
-                        module._buffers[key] = self.mode.from_tensor(buffer)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and (buffer.is_meta or id(module) in closed):
+                    self.swapped.append((module._buffers, key, buffer))
+                    module._buffers[key] = self._empty(buffer) if buffer.is_meta else self.mode.from_tensor(buffer)
         # `fakes` keeps the originals' ids alive through `swapped`
         self.names = {id(fakes[i]): name for i, name in names.items()}
         self._random_state = torch.get_rng_state()
@@ -68,15 +68,17 @@ class FakeParameters:
 
     def _fake(self, parameter: nn.Parameter) -> nn.Parameter:
         shape = getattr(parameter, "local_shape", None)
-        with self.mode:
-            if shape is None:
-                data = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self.device
-                )
-            else:
+        if shape is None:
+            data = self._empty(parameter)
+        else:
+            with self.mode:
                 data = torch.empty(shape, dtype=parameter.dtype, device=self.device)
         fake = nn.Parameter(data, requires_grad=parameter.requires_grad)
         for attribute in ("placement", "global_shape"):
             if hasattr(parameter, attribute):
                 setattr(fake, attribute, getattr(parameter, attribute))
         return fake
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)

@@ -18,6 +18,7 @@ from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import TensorGroup, dry_group
 from lightning_3d.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from lightning_3d.tensor.loss import vocab_parallel_cross_entropy
+from lightning_3d.tensor.operation_proof import OperationReport, prove_operations
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.plan import plan_tensor_parallel
 from lightning_3d.tensor.registry import register_rule
@@ -31,6 +32,7 @@ __all__ = [
     "Decision",
     "NoRule",
     "NothingToProve",
+    "OperationReport",
     "Placement",
     "PlanRow",
     "RowParallelLinear",
@@ -47,6 +49,7 @@ __all__ = [
     "original_class",
     "placement",
     "plan_tensor_parallel",
+    "prove_operations",
     "register_rule",
     "rewrite",
     "run_simulated",

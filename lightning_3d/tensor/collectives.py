@@ -21,7 +21,10 @@ changes are noticed), form no reference cycle with it, and allow in-place operat
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,22 @@ from torch import Tensor
 from lightning_3d.probe.intercept import original_apply
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.placement import Placement
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+recording = threading.local()
+"""`recording.observe(function, args, kwargs)` runs and notes a pair in a thread that records a block (`recorded/`)."""
+
+
+def _pair(function: C) -> C:
+    """A pair that a recording sees as one operation."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        observe = getattr(recording, "observe", None)
+        return function(*args, **kwargs) if observe is None else observe(function, args, kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class _FanOut:
@@ -181,11 +200,13 @@ def _enter(x: Tensor, group: TensorGroup) -> tuple[Tensor, _FanOut]:
     return inside, fan
 
 
+@_pair
 def copy_in(x: Tensor, group: TensorGroup) -> Tensor:
     """Identity forward, all-reduce backward; all consumers of one tensor (q, k, v) share the all-reduce."""
     return _enter(x, group)[0] if _tracked(x) else x
 
 
+@_pair
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
     """Local part of a column-parallel linear layer on a whole input.
 
@@ -207,6 +228,7 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
+@_pair
 def reduce_out(x: Tensor, group: TensorGroup, fresh: bool = False) -> Tensor:
     """All-reduce forward, identity backward. `fresh`: nobody else holds `x`, so it is reduced in place."""
     if _tracked(x):
@@ -214,11 +236,13 @@ def reduce_out(x: Tensor, group: TensorGroup, fresh: bool = False) -> Tensor:
     return group.all_reduce(x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format))
 
 
+@_pair
 def gather(x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
     """All-gather forward, slice backward."""
     return original_apply(_Gather, x, placement, group)
 
 
+@_pair
 def scatter(x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
     """Slice forward; backward an all-gather, if `x` needs a gradient."""
     if _tracked(x):
@@ -226,16 +250,19 @@ def scatter(x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
     return placement.to_local(x, group.rank, group.size)
 
 
+@_pair
 def slice_overlapping(x: Tensor, dim: int, start: int, length: int, group: TensorGroup) -> Tensor:
     """Slice forward (ranks may take the same rows), all-reduce of the padded gradient backward."""
     return original_apply(_SliceOverlapping, x, dim, start, length, group)
 
 
+@_pair
 def sequence_gather(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """All-gather along `dim` forward, reduce-scatter backward."""
     return original_apply(_SequenceGather, x, dim, group)
 
 
+@_pair
 def sequence_scatter(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """Reduce-scatter along `dim` forward, all-gather backward."""
     return original_apply(_SequenceScatter, x, dim, group)

@@ -8,7 +8,7 @@ What the rules cannot carry raises `Refuted`; the search (search.py) then change
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,7 +92,10 @@ class Follow(TorchFunctionMode):
         uses: Key -> how often it was used as a weight.
         extra: Key -> collectives that operations on its cut output need, beyond those of the pair.
         pairs: Whole activation -> the weights of the pair that just made it.
+        observe: Hears of every operation on cut tensors, before it happens.
     """
+
+    observe: Callable[[Any, Args, Kwargs], None] | None = None
 
     def __init__(
         self,
@@ -133,6 +136,8 @@ class Follow(TorchFunctionMode):
             self._decide(name, args, kwargs)
             self._decide_bias(name, args, kwargs)
         args, kwargs = tree_map_only(nn.Parameter, self._shown, (tuple(args), kwargs))
+        if self.observe is not None and any(map(is_sharded, tensors_in(args, kwargs))):
+            self.observe(func, args, kwargs)
         before = self.group.conversions + self.group.entries
         out = grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
         if isinstance(out, Tensor) and (not is_sharded(out) or along_sequence(out)):

@@ -7,21 +7,19 @@ whole (`search.Search`). This file puts the experiment around it: fake parameter
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.probe import FakeParameters, ModuleState
+from lightning_3d.probe import FakeParameters
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.facts import Facts, gather_facts
-from lightning_3d.tensor.replica import optimization_untouched, silence_logging
 from lightning_3d.tensor.search import Search, Step
+from lightning_3d.tensor.untouched import quiet_failures, untouched
 
 _ENOUGH = 0.95
 
@@ -88,7 +86,7 @@ def plan_tensor_parallel(
 def _run(search: Search, module: nn.Module, facts: Facts, device: torch.device) -> TensorPlan:
     """With fake parameters; if the step needs values (or torch cannot follow it without), with the real ones."""
     try:
-        with _untouched(module), _quiet_failures(), FakeParameters(module, device) as fakes:
+        with untouched(module), quiet_failures(), FakeParameters(module, device) as fakes:
             return search.settle({i: facts.key_of[id(facts.names[name])] for i, name in fakes.names.items()})
     except TensorPlanError:
         raise
@@ -102,7 +100,7 @@ def _run(search: Search, module: nn.Module, facts: Facts, device: torch.device) 
         if meta is not None:
             raise
     # outside of the handler: if the step fails with real parameters too, that is the error the user should see
-    with _untouched(module):
+    with untouched(module):
         plan = search.settle({id(p): facts.key_of[id(p)] for p in facts.names.values()})
     plan.used_values = True
     return plan
@@ -114,35 +112,3 @@ def _too_little(plan: TensorPlan, least: float) -> TensorPlanError:
         f"only {plan.sharded_fraction:.1%} of the parameters can be cut over {plan.size} tensor-parallel ranks; at "
         f"least {least:.1%} was asked for. What stays whole, and why:\n{whole}"
     )
-
-
-@contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Module state, buffers and random state as before; a LightningModule's `log` does nothing meanwhile."""
-    state = ModuleState(module)
-    buffers: list[tuple[Tensor, int, Tensor]] = [
-        (b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_meta and not b.is_inference()
-    ]
-    devices = {t.device.index for t in (*module.buffers(), *module.parameters()) if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)), optimization_untouched(module):
-        silence_logging(module)
-        try:
-            yield
-        finally:
-            state.restore()
-            with torch.no_grad():
-                for buffer, version, value in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(value)
-
-
-@contextmanager
-def _quiet_failures() -> Iterator[None]:
-    """torch logs a traceback for every operation it cannot follow without values; a real run comes next."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -27,7 +27,8 @@ from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
 Step = Callable[[Any], Any]
 _MOST_EXTRA = 8  # collectives per use of a weight, beyond those of its pair
-_FATAL = (DynamicOutputShapeException, DataDependentOutputException, TensorPlanError)  # no other answer cures them
+FATAL = (DynamicOutputShapeException, DataDependentOutputException, TensorPlanError)
+"""Errors that no other answer to a value read cures."""
 
 
 class Search:
@@ -85,7 +86,7 @@ class Search:
             self.group.conversions = 0
             self.delivered.clear()
             try:
-                retry(lambda answers: self._once(names, answers), _FATAL)
+                retry(lambda answers: self._once(names, answers), FATAL)
                 self._check_ends()
             except Again:
                 pinned = dict(self.follow.decisions)

@@ -7,44 +7,25 @@ The plan is not trusted: loss and the gradient of every parameter must agree bef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from lightning_3d.comm import Ledger
 from lightning_3d.errors import ParityError, TensorPlanError
 from lightning_3d.probe import intercept_functions
 from lightning_3d.tensor.decisions import TensorPlan
+from lightning_3d.tensor.exact import Exactly, experiment, relative_difference
 from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import TensorGroup
-from lightning_3d.tensor.registry import RULES, Args, Kwargs, words
 from lightning_3d.tensor.replica import exact_copy, optimization_untouched, redraw
-from lightning_3d.tensor.resolve import reentered
 from lightning_3d.tensor.rewrite import rewrite
 from lightning_3d.tensor.search import Step
-from lightning_3d.tensor.sharded import is_sharded, whole
+from lightning_3d.tensor.sharded import whole
 from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
-
-_LIFTED = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float16: torch.float64,
-    torch.complex64: torch.complex128,
-}
-_DROPOUTS = frozenset(
-    words(
-        """
-        dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout dropout1d dropout2d
-        dropout3d feature_dropout_ feature_alpha_dropout_
-        """
-    )
-)
 
 
 @dataclass
@@ -217,7 +198,7 @@ def _run(module: nn.Module, step: Step) -> list[Tensor]:
 def _losses_error(got: list[Tensor], want: list[Tensor]) -> float:
     if len(got) != len(want):
         return float("inf")
-    return max(_relative(g, w) for g, w in zip(got, want, strict=True))
+    return max(relative_difference(g, w) for g, w in zip(got, want, strict=True))
 
 
 def _rewritten(original: nn.Module, plan: TensorPlan, comm: ThreadCommunicator) -> tuple[nn.Module, TensorGroup]:
@@ -234,7 +215,7 @@ def _gradient_error(parameter: nn.Parameter, got: list[Tensor | None], plan: Ten
     want = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     cut = plan.decisions[name].placement
     if cut is None:
-        return max(_relative(g if g is not None else torch.zeros_like(want), want) for g in got)
+        return max(relative_difference(g if g is not None else torch.zeros_like(want), want) for g in got)
     shape = cut.local_shape(parameter.shape, plan.size)
     shards = [g if g is not None else want.new_zeros(shape) for g in got]
     if any(tuple(s.shape) != shape for s in shards):
@@ -243,22 +224,7 @@ def _gradient_error(parameter: nn.Parameter, got: list[Tensor | None], plan: Ten
         filled = torch.cat(shards, cut.dim).narrow(cut.dim, cut.length, cut.padding)
         if bool(filled.count_nonzero()):
             return float("inf")
-    return _relative(cut.to_global(shards, plan.size), want)
-
-
-def _relative(got: Tensor, want: Tensor) -> float:
-    if got.shape != want.shape:
-        return float("inf")
-    if not got.numel():
-        return 0.0
-    got, want = _dense(got), _dense(want)
-    scale = want.abs().max().item()
-    difference = (got - want).abs().max().item()
-    return difference / scale if scale > 1e-13 else difference
-
-
-def _dense(x: Tensor) -> Tensor:
-    return (x.to_dense() if x.is_sparse else x).detach()
+    return relative_difference(cut.to_global(shards, plan.size), want)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -277,58 +243,3 @@ def _loss_in(output: Any) -> Tensor | None:
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
-
-
-class Exactly(TorchFunctionMode):
-    """Run user code in float64 without dropout: requests for a lower precision are lifted, dropout passes through."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "multi_head_attention_forward":
-            with self:
-                return reentered(func)(*args, **kwargs)
-        if name in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        if "grouped_mm" in name and args[0].dtype == torch.float64:
-            sharded = any(is_sharded(a) for a in args)
-            return RULES[name](_grouped_product, args, kwargs) if sharded else _grouped_product(*args, **kwargs)
-        if name in ("float", "half", "bfloat16"):
-            return args[0].double()
-        if name == "__get__" or (name.endswith("_") and not name.endswith("__")):
-            return func(*args, **{k: _lift(v) for k, v in kwargs.items()})
-        args, kwargs = tree_map(_lift, (tuple(args), kwargs))
-        return func(*args, **kwargs)
-
-
-def _grouped_product(x: Tensor, weight: Tensor, *, offs: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
-    """`grouped_mm` of rows by groups, which torch does not have in float64."""
-    ends = offs.tolist()
-    parts = [x[a:b] @ weight[e] for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
-    parts.append(x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1]))
-    out = torch.cat(parts)
-    return out if bias is None else out + bias
-
-
-def _lift(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return _LIFTED.get(value, value)
-    if isinstance(value, Tensor) and value.dtype in _LIFTED:
-        return value.to(_LIFTED[value.dtype])
-    return value
-
-
-@contextmanager
-def experiment(seed: int) -> Iterator[None]:
-    """Random state and default dtype as before afterwards."""
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(), torch.enable_grad():
-        torch.manual_seed(seed)
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
