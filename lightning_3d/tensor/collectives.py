@@ -6,6 +6,7 @@
 | `reduce_out`          | all-reduce         | identity           | partial sums become a whole tensor |
 | `gather`              | all-gather         | slice              | a shard becomes the whole tensor |
 | `scatter`             | slice              | all-gather         | a whole tensor becomes a shard |
+| `sum_copies`          | identity           | sum over copies    | a parameter whose chunks several ranks hold |
 | `slice_overlapping`   | slice              | pad + all-reduce   | ranks take parts that may overlap (few kv heads) |
 | `sequence_gather`     | all-gather         | reduce-scatter     | column layer under sequence parallelism |
 | `sequence_scatter`    | reduce-scatter     | all-gather         | row layer under sequence parallelism |
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_3d.probe.intercept import original_apply
 from lightning_3d.tensor.group import TensorGroup
@@ -91,7 +93,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
         ctx.placement, ctx.group = placement, group
-        return placement.to_global(group.all_gather(x), group.size)
+        return placement.to_global_gradient(group.all_gather(x), group.size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -106,7 +108,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return gather(grad, ctx.placement, ctx.group), None, None
+        return original_apply(_Gather, grad, ctx.placement, ctx.group), None, None
 
 
 class _SliceOverlapping(torch.autograd.Function):
@@ -122,6 +124,18 @@ class _SliceOverlapping(torch.autograd.Function):
         before[dim], after[dim] = start, shape[dim] - start - length
         padded = torch.cat([grad.new_zeros(before), grad, grad.new_zeros(after)], dim)
         return reduce_out(padded, group, fresh=True), None, None, None, None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int, group: TensorGroup) -> Tensor:
+        ctx.copies, ctx.group = copies, group
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return ctx.group.sum_copies(grad, ctx.copies), None, None
 
 
 class _SequenceGather(torch.autograd.Function):
@@ -238,8 +252,15 @@ def reduce_out(x: Tensor, group: TensorGroup, fresh: bool = False) -> Tensor:
 
 @_pair
 def gather(x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
-    """All-gather forward, slice backward."""
+    """All-gather forward, slice backward (of copies the first one's value, and all of the gradient to it)."""
+    if group.rank % placement.copies:
+        x = x * 0
     return original_apply(_Gather, x, placement, group)
+
+
+def sum_copies(x: Tensor, copies: int, group: TensorGroup) -> Tensor:
+    """A parameter that `copies` neighbouring ranks hold: identity forward, backward the sum over them."""
+    return original_apply(_SumCopies, x, copies, group) if _tracked(x) else x
 
 
 @_pair

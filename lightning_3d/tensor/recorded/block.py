@@ -1,0 +1,262 @@
+"""HOW is one block called?  By its program where one is proved for this kind of call, otherwise by its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.recorded.agreement import all_agree
+from lightning_3d.tensor.recorded.guards import Guards, device_of, slots_of
+from lightning_3d.tensor.recorded.observe import observed
+from lightning_3d.tensor.recorded.peephole import simplified
+from lightning_3d.tensor.recorded.recorder import Recorder, current
+from lightning_3d.tensor.recorded.replay import (
+    Moment,
+    Replay,
+    compare,
+    compare_gradients,
+    compare_values,
+    graph,
+    hidden_from_checkpoints,
+    random_state,
+    tensors_of,
+)
+from lightning_3d.tensor.recorded.signature import Key, digest, rewrapped, signature
+from lightning_3d.tensor.recorded.source import function_of
+from lightning_3d.tensor.recorded.tape import Refused, Tape
+from lightning_3d.tensor.recorded.watch import PythonCode
+
+MAX_PROGRAMS = 8
+"""Kinds of calls a block gets programs for."""
+MAX_REFUSALS = 3
+"""Attempts to record one kind of call."""
+
+Compiler = Callable[[Tape], Callable[..., Any]]
+"""Makes a function of a tape in place of `function_of`; raises `Refused` where it cannot."""
+
+
+@dataclass
+class Program:
+    """A proved program of one kind of call."""
+
+    function: Callable[..., Any]
+    slots: list[tuple[dict[str, Any], str]]
+    guards: Guards
+    tape: Tape
+
+
+class RecordedBlock:
+    """Stands in for `block.forward` while a step runs.
+
+    Args:
+        name: Path of the block.
+        block: The block.
+        group: Its tensor-parallel ranks.
+        compiler: Compiles the programs, if the user asked for it.
+
+    Attributes:
+        forward: The forward it stands in for.
+        chosen: The kinds of calls all ranks record in this step.
+        replays: How many calls have run a program.
+        refusals: Kind of call -> why it was not recorded the last time, and how often.
+    """
+
+    def __init__(self, name: str, block: nn.Module, group: TensorGroup, compiler: Compiler | None = None) -> None:
+        self.name, self.block, self.group, self.compiler = name, block, group, compiler
+        self.forward: Callable[..., Any] = block.forward
+        self.chosen: set[str] = set()
+        self.replays = 0
+        self.refusals: dict[str, tuple[str, int]] = {}
+        self._device: torch.device | None = None
+        self._programs: dict[Key, list[Program]] = {}
+        self._waiting: list[tuple[Key, Program]] = []
+        self._met: dict[Key, str] = {}
+
+    # -- calls
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.group.dry or torch._C._len_torch_function_stack() or current() is not None:
+            return self.forward(*args, **kwargs)
+        device = self._device = self._device or device_of(self.block)
+        tensors: list[Tensor] = []
+        try:
+            key = signature(args, kwargs, tensors, self.group, device.type)
+        except Refused as reason:
+            self._refuse("", str(reason))
+            return self.forward(*args, **kwargs)
+        for program in self._programs.get(key, ()):
+            if program.guards.hold():
+                self.replays += 1
+                return program.function([where[name] for where, name in program.slots], *tensors)
+        return self._by_rules(key, args, kwargs)
+
+    def _by_rules(self, key: Key, args: Any, kwargs: Any) -> Any:
+        kind = self._met.get(key)
+        if kind is None and len(self._met) < 4 * MAX_PROGRAMS:
+            kind = self._met[key] = digest(key)
+        if kind not in self.chosen or torch._C._current_graph_task_id() != -1:  # -1: no backward is running
+            return self.forward(*args, **kwargs)
+        self.chosen.discard(kind)
+        return self._record(key, kind, args, kwargs)
+
+    # -- between steps
+    def begin(self) -> list[tuple[str, str]]:
+        """Between two steps: use what was recorded, say which kinds of calls of the last step could be recorded.
+
+        Programs never change between a forward and its recomputation by a checkpoint.
+
+        Returns:
+            (name of the block, kind) of each.
+        """
+        for key, program in self._waiting:
+            self._programs.setdefault(key, []).insert(0, program)
+        self._waiting.clear()
+        self.chosen.clear()
+        met, self._met = self._met, {}
+        if len(self.programs) >= MAX_PROGRAMS:
+            return []
+        return [
+            (self.name, kind)
+            for key, kind in met.items()
+            if self.refusals.get(kind, ("", 0))[1] < MAX_REFUSALS
+            and not any(p.guards.hold() for p in self._programs.get(key, ()))
+        ]
+
+    @property
+    def programs(self) -> list[Program]:
+        """All programs in use."""
+        return [program for found in self._programs.values() for program in found]
+
+    def _refuse(self, kind: str, why: str) -> None:
+        self.refusals[kind] = (why, self.refusals.get(kind, ("", 0))[1] + 1)
+
+    # -- recording
+    def _record(self, key: Key, kind: str, args: Any, kwargs: Any) -> Any:
+        """Run the call under the rules, watched. Every rank comes here together, and passes all votes together.
+
+        Collectives: those of the call, a few votes of 8 bytes, and those of two replays, forward and backward.
+        """
+        attempt = _Attempt(self.block, self.group, self.compiler)
+        output = attempt.call(self.forward, rewrapped(args), rewrapped(kwargs))
+        with self.group.comm.ledger.during("recording"), hidden_from_checkpoints():
+            program = attempt.proved(output)
+        if program is None:
+            self._refuse(kind, attempt.why or "another rank could not record it")
+        else:
+            self._waiting.append((key, program))
+        return output
+
+
+class _Attempt:
+    """One recorded call and its proof."""
+
+    def __init__(self, block: nn.Module, group: TensorGroup, compiler: Compiler | None) -> None:
+        self.block, self.group, self.compiler = block, group, compiler
+        self.device = device_of(block)
+        self.why: str | None = None
+        self._python = PythonCode()
+        self._recorder: Recorder | None = None
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The call itself; whatever else goes wrong is only noted."""
+        self._before = Guards(self.block, [])
+        if self._before.hooked:
+            self.why = "its submodules have hooks"
+        elif not PythonCode.available():
+            self.why = "a Python profiler is running"
+        if self.why is not None:
+            return forward(*args, **kwargs)
+        recorder = self._try(lambda: self._prepared(args, kwargs))
+        if recorder is None:
+            return forward(*args, **kwargs)
+        self._recorder = recorder
+        with self._python, observed(recorder, self.group):
+            return forward(*args, **kwargs)
+
+    def _prepared(self, args: Any, kwargs: Any) -> Recorder:
+        tensors: list[Tensor] = []
+        signature(args, kwargs, tensors, self.group, self.device.type)
+        slots = slots_of(self.block)
+        recorder = Recorder(self.device.type, slots)
+        for tensor in tensors:
+            recorder.input(tensor)
+        self._moment = Moment(tensors, slots, self.device)
+        return recorder
+
+    def proved(self, output: Any) -> Program | None:
+        """The program, if it is the call; the same answer on all ranks.
+
+        Collectives: see `RecordedBlock._record`.
+        """
+        tape = self._try(lambda: self._tape(output))
+        if not self._vote("recorded", tape.digest() if tape is not None else ""):
+            return None
+        assert tape is not None
+        assert self._recorder is not None
+        recorded = self._recorded(tape, output)
+        exact = self._try(lambda: self._moment.again(function_of(tape), tape.slots))
+        if not self._vote("replayed", "") or exact is None:
+            return None
+        self._try(lambda: compare(recorded, exact))
+        gradients = self._try(exact.gradients)
+        if not self._vote("equal", ""):
+            return None
+        function = self._try(lambda: self._function(tape))
+        if not self._vote("simplified", "") or function is None:
+            return None
+        simple = self._try(lambda: self._moment.again(function, tape.slots))
+        if not self._vote("replayed", "") or simple is None:
+            return None
+        self._try(lambda: compare_values(recorded, simple))
+        found = self._try(simple.gradients)
+        self._try(lambda: compare_gradients(gradients or [], found or []))
+        if not self._vote("proved", ""):
+            return None
+        guards = Guards(self.block, self._python.globals_read())
+        return Program(function, [(s.where, s.key) for s in tape.slots], guards, tape)
+
+    def _function(self, tape: Tape) -> Callable[..., Any]:
+        return function_of(simplified(tape)) if self.compiler is None else self.compiler(tape)
+
+    def _tape(self, output: Any) -> Tape:
+        recorder = self._recorder
+        if recorder is None or recorder.why is not None:
+            raise Refused(self.why or (recorder.why if recorder is not None else None) or "it was not recorded")
+        if not self._before.hold():
+            raise Refused("it writes attributes of its modules, or containers they hold")
+        self._python.check()
+        tape = recorder.tape
+        tape.output = recorder.output(output)
+        return tape
+
+    def _recorded(self, tape: Tape, output: Any) -> Replay:
+        """What the recorded call did, to compare with."""
+        assert self._recorder is not None
+        ends = self._moment.ends() | {id(s.where[s.key]): f"p{i}" for i, s in enumerate(tape.slots)}
+        return Replay(
+            tensors_of(output),
+            self._recorder.kernels.log,
+            graph(output, ends),
+            random_state(self.device),
+            self._moment.buffers(tape.slots),
+            [],
+            [],
+        )
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        if self.why is not None:
+            return None
+        try:
+            return action()
+        except Refused as reason:
+            self.why = str(reason)
+        except Exception as error:
+            self.why = f"{type(error).__name__}: {error}"
+        return None
+
+    def _vote(self, what: str, detail: str) -> bool:
+        return all_agree(self.why is None, f"{what} {detail}", self.group.comm, self.device)

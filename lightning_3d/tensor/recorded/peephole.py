@@ -1,0 +1,154 @@
+"""WHICH operations can be left out, or done cheaper?  The same numbers and gradients with fewer autograd nodes.
+
+| recorded | becomes | if |
+|---|---|---|
+| an operation that returned its argument | nothing | it is known to be pure |
+| `reduce_out` of a matmul | the all-reduce in place, on the matmul's result | nobody else uses that result |
+| `copy_in`, `column_linear` of x | x with one gradient hook, and an ordinary linear | x enters sharded regions only |
+
+A node of a custom `autograd.Function` costs several times what a hook does. On a GPU, a column layer on a large tensor
+keeps its own backward all the same: it computes the weight's gradient while the all-reduce runs. In a backward that
+builds a graph (`create_graph`) the hooks use the differentiable pairs, so second derivatives stay right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.tensor import collectives
+from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.recorded.operations import is_in_place
+from lightning_3d.tensor.recorded.tape import Constant, Operation, Ref, Tape, Text, names, renamed, with_names
+from lightning_3d.tensor.registry import words
+
+_copy_in: Any = collectives.copy_in.__wrapped__  # type: ignore[attr-defined]
+_column_linear: Any = collectives.column_linear.__wrapped__  # type: ignore[attr-defined]
+_reduce_out: Any = collectives.reduce_out.__wrapped__  # type: ignore[attr-defined]
+
+_PURE = frozenset(
+    words("dropout contiguous to float double half bfloat16 type_as reshape view view_as expand flatten copy_in")
+)
+_MATMULS = frozenset(words("linear matmul mm bmm __matmul__ __rmatmul__ addmm baddbmm grouped_mm _grouped_mm"))
+
+
+def simplified(tape: Tape) -> Tape:
+    """The tape with cheaper operations."""
+    operations = [o for o in tape.operations if not _is_idle(o)]
+    operations = _reduced_in_place(operations, tape)
+    return _entered_by_hook(tape.with_operations(operations))
+
+
+@functools.cache
+def _hooks(group: TensorGroup) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor | None]]:
+    """The gradient hooks of (`copy_in`, `reduce_out`)."""
+
+    def entered(grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return collectives.reduce_out(grad, group)
+        return group.all_reduce(grad.clone(memory_format=torch.contiguous_format))
+
+    def reduced(grad: Tensor) -> Tensor | None:
+        return collectives.copy_in(grad, group) if torch.is_grad_enabled() else None
+
+    return entered, reduced
+
+
+def _is_idle(operation: Operation) -> bool:
+    """It returned its argument, and always will for this signature."""
+    if operation.result is not None or operation.name not in _PURE:
+        return False
+    inplace = operation.kwargs.get("inplace", Text("False"))
+    return bool(inplace == Text("False")) and not (operation.name == "dropout" and len(operation.args) > 3)
+
+
+def _uses(operations: list[Operation], tape: Tape) -> Counter[str]:
+    uses = Counter(names(tape.output))
+    for operation in operations:
+        uses.update(operation.reads())
+    return uses
+
+
+def _producers(operations: list[Operation]) -> dict[str, Operation]:
+    """Tensor -> the operation that makes it, where it makes just this one."""
+    return {o.result.name: o for o in operations if isinstance(o.result, Ref)}
+
+
+# ---------------------------------------------------------------- partial sums
+def reduce_in_place(y: Tensor, group: TensorGroup) -> Tensor:
+    """`reduce_out` of a fresh `y` that autograd has not saved: no copy, no node."""
+    detached = y.detach()
+    reduced = group.all_reduce(detached)
+    if reduced is not detached:  # it was not contiguous
+        detached.copy_(reduced)
+    if y.requires_grad:
+        y.register_hook(_hooks(group)[1])
+    return y
+
+
+def _reduced_in_place(operations: list[Operation], tape: Tape) -> list[Operation]:
+    uses, makers = _uses(operations, tape), _producers(operations)
+    out = []
+    for operation in operations:
+        partial = operation.args[0] if operation.args else None
+        if operation.function is _reduce_out and isinstance(partial, Ref) and uses[partial.name] == 1:
+            maker = makers.get(partial.name)
+            if maker is not None and maker.name in _MATMULS and maker.ambient == operation.ambient:
+                operation = operation.replaced(reduce_in_place, partial, operation.args[1])
+        out.append(operation)
+    return out
+
+
+# ---------------------------------------------------------------- whole tensors that enter
+def enter_by_hook(x: Tensor, group: TensorGroup) -> None:
+    """`copy_in` for all consumers of `x` at once: the all-reduce of its gradient, without a node."""
+    x.register_hook(_hooks(group)[0])
+
+
+def _entered_by_hook(tape: Tape) -> Tape:
+    """Replace entries of tensors that are used by entries only."""
+    operations = tape.operations
+    if any(is_in_place(o.name) and tape.tracked & set(o.reads()) for o in operations):
+        return tape  # a view might get another history, without the hook
+    uses, makers = _uses(operations, tape), _producers(operations)
+    entries = Counter(o.args[0].name for o in operations if _is_entry(o, tape))
+    hooked = {n for n, count in entries.items() if count == uses[n] and n in makers and n not in tape.large}
+    out: list[Operation] = []
+    aliases: dict[str, Ref] = {}
+    entered: set[str] = set()
+    for operation in operations:
+        operation = renamed(operation, aliases)
+        x = operation.args[0] if _is_entry(operation, tape) else None
+        if x is None or x.name not in hooked:
+            untracked = operation.function is _column_linear and operation.args[0].name not in tape.tracked
+            out.append(operation.replaced(F.linear, *operation.args[:3]) if untracked else operation)
+            continue
+        if x.name not in entered:
+            entered.add(x.name)
+            out.append(Operation(enter_by_hook, (x, operation.args[-1]), {}, None, None, operation.ambient))
+        if operation.function is _copy_in:
+            aliases[operation.result.name] = x
+        else:
+            out.append(operation.replaced(F.linear, *operation.args[:3]))
+    return tape.with_operations(out, with_names(tape.output, aliases))
+
+
+def _is_entry(operation: Operation, tape: Tape) -> bool:
+    """A tracked whole tensor enters a sharded region, and nothing but the group follows from it."""
+    entry = operation.function is _copy_in or operation.function is _column_linear
+    return (
+        entry
+        and isinstance(operation.result, Ref)
+        and not operation.kwargs
+        and isinstance(operation.args[0], Ref)
+        and operation.args[0].name in tape.tracked
+        and isinstance(operation.args[-1], Constant)
+        and operation.stream is None
+        and (operation.ambient is None or operation.ambient.grad)
+    )
