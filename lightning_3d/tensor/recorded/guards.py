@@ -29,11 +29,6 @@ _OPAQUE: tuple[type, ...] = (
     *(type, types.FunctionType, types.MethodType, types.ModuleType, types.BuiltinFunctionType),
     *(nn.Module, Tensor, TensorGroup),  # modules are looked at by themselves, the group is in the signature
 )
-    *_OPAQUE,
-    nn.Module,
-    Tensor,
-    TensorGroup,
-)  # modules are looked at by themselves, the group is in the signature
 _DEPTH = 2
 _GLOBAL_HOOKS = [
     value for name, value in vars(module_room).items() if name.startswith("_global_") and name.endswith("_hooks")
