@@ -144,6 +144,8 @@ class Engine:
             )
         if step_name == "training_step":
             self.proved = prove(self.module, self.tensor_plan, step_on, batch, self.mesh, self.settings.verify)
+        shared = {d.placement.copies for d in self.tensor_plan.decisions.values() if d.placement is not None}
+        self.tensor_group.parts = {c: self.mesh.tensor_part(c) for c in sorted(shared) if c > 1}
         rewrite(self.module, self.tensor_plan, self.tensor_group)
 
     def summary(self) -> str:
@@ -226,7 +228,8 @@ class Engine:
         names = set(self.held) if self.runner is None else set(self.runner.counted)
         if self.mesh.at.tp == 0:
             return names
-        return {n for n in names if self.placement(n) is not None}
+        cuts = {n: self.placement(n) for n in names}
+        return {n for n, cut in cuts.items() if cut is not None and self.mesh.at.tp % cut.copies == 0}
 
     def placement(self, name: str) -> Placement | None:
         """How a parameter is cut over tp, or None."""

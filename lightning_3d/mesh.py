@@ -97,6 +97,7 @@ class Mesh:
         self.control = self._lines(["dp"], "control", backend="gloo")
         self.replica_control = self._lines(["pp", "cp", "tp"], "control", backend="gloo")
         self._holders: dict[tuple[int, ...], Communicator] = {}
+        self._parts: dict[int, Communicator] = {}
         self.device_mesh = DeviceMesh.from_group(
             [lines[axis].group for axis in AXES],
             device.type,
@@ -122,6 +123,22 @@ class Mesh:
             mine = self._groups(["pp"], "pp", stages)
             self._holders[stages] = mine or Communicator("pp", ledger=self.ledger)
         return self._holders[stages]
+
+    def tensor_part(self, count: int) -> Communicator:
+        """Communicator over this rank and its tensor-parallel neighbours, `count` of them (a divisor of tp).
+
+        Collective over all ranks the first time a count is asked for, in the same order everywhere.
+        """
+        if count not in self._parts:
+            mine: ProcessCommunicator | None = None
+            for start in range(0, self.layout.world_size, count):  # tp is the innermost axis
+                ranks = list(range(start, start + count))
+                group = dist.new_group(ranks, timeout=self.timeout)
+                if self.rank in ranks:
+                    mine = ProcessCommunicator("tp", group, self.device, self.ledger)
+            assert mine is not None
+            self._parts[count] = mine
+        return self._parts[count]
 
     def peer(self, stage: int) -> int:
         """Index of a stage in `pipeline`, `forward` and `backward` (groups are in order of global rank)."""

@@ -189,11 +189,18 @@ def labelled(n: int) -> Samples:
     return Samples({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
 
 
+def full(n: int) -> Samples:
+    """Sequences of one length: the mean over parts of a batch is the mean over the batch."""
+    ids = tokens(n).columns["tokens"]
+    return Samples({"input_ids": ids, "labels": ids})
+
+
 MODELS: dict[str, tuple[Callable[[], Lit], Callable[[int], Samples]]] = {
     "mlp": (LitMLP, vectors),
     "gpt": (lambda: LitGPT(tied=False), tokens),
     "gpt_tied": (LitGPT, tokens),
     "llama": (llama, labelled),
+    "llama_full": (llama, full),
     "gpt2": (gpt2, labelled),
 }
 # enough heads and blocks for eight ranks along one axis

@@ -151,7 +151,7 @@ class TensorPlan:
         decisions = {}
         for name, d in self.decisions.items():
             cut = d.placement
-            data = None if cut is None else [cut.dim, list(cut.segments), cut.padding, cut.axis]
+            data = None if cut is None else [cut.dim, list(cut.segments), cut.padding, cut.axis, cut.copies]
             decisions[name] = {"kind": d.kind, "placement": data, "reason": d.reason, "heads": d.heads}
         return {
             "size": self.size,
@@ -168,7 +168,7 @@ class TensorPlan:
         decisions = {}
         for name, d in data["decisions"].items():
             cut = d["placement"]
-            place = None if cut is None else Placement(cut[0], tuple(cut[1]), cut[2], cut[3])
+            place = None if cut is None else Placement(cut[0], tuple(cut[1]), *cut[2:])
             decisions[name] = Decision(d["kind"], place, d["reason"], d["heads"])
         return cls(
             data["size"],

@@ -64,12 +64,14 @@ class Beliefs:
     Attributes:
         replicated: Key -> why it stays whole.
         segments: Key -> segmentation to try.
+        copies: Key -> number of ranks that share each of its chunks (fewer heads than ranks).
         pinned: Decisions of an earlier run that ended in `Again`.
     """
 
     def __init__(self) -> None:
         self.replicated: dict[str, str] = {}
         self.segments: dict[str, tuple[int, ...]] = {}
+        self.copies: dict[str, int] = {}
         self.pinned: dict[str, Decision] = {}
 
 
@@ -255,7 +257,7 @@ class Follow(TorchFunctionMode):
             if demand in ("column", "vocab"):
                 raise Refuted(x.sources, f"{key} is demanded as {demand!r}, and its input must be whole")
             inner = own.find(other[x.placement.dim])
-            if inner in shared and not x.placement.padding:
+            if inner in shared and not x.placement.padding and x.placement.copies == 1:
                 self.used.update((source, key) for source in x.sources)
                 self.decisions[key] = Decision("row", x.placement.at(inner), _reads(x.sources))
             return
@@ -274,6 +276,8 @@ class Follow(TorchFunctionMode):
         cut, demand = x.placement, self.facts.demands.get(key)
         if demand in ("column", "vocab"):
             raise Refuted(x.sources, f"{key} is demanded as {demand!r}, and its input must be whole")
+        if cut.copies > 1:
+            raise Refuted(x.sources, f"{key} would contract over a dim of which {cut.copies} ranks hold copies")
         if cut.dim == x.ndim - 1 and not cut.padding:
             self.used.update((source, key) for source in x.sources)
             if before is None:
@@ -293,6 +297,10 @@ class Follow(TorchFunctionMode):
     def _meets_whole(self, key: str, width: int, out: int, head: bool) -> Decision:
         """A weight on a whole input: assumed column-parallel, if its outputs can be dealt."""
         size, demand = self.group.size, self.facts.demands.get(key)
+        copies = self.beliefs.copies.get(key, 1)
+        if copies > 1:
+            reason = f"every chunk is held by {copies} of the {size} ranks"
+            return Decision("column", Placement(out, (width,), copies=copies), reason)
         if key in self.beliefs.segments:
             return Decision("column", Placement(out, self.beliefs.segments[key]))
         if width % size == 0:

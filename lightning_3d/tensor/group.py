@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -55,6 +56,7 @@ class TensorGroup:
         self.strict = False
         self.on_gather: OnGather | None = None
         self.on_whole: Callable[[ShardedTensor, Tensor], None] | None = None
+        self.parts: dict[int, Communicator] = {}
         self.gathers = 0
         self.conversions = 0
         self.entries = 0
@@ -84,6 +86,15 @@ class TensorGroup:
             return DONE
         assert tensor.is_contiguous()
         return self.comm.all_reduce_start(tensor)
+
+    def sum_copies(self, tensor: Tensor, copies: int) -> Tensor:
+        """Sum over the `copies` neighbouring ranks that hold the same chunk."""
+        if self._shapes_only(tensor):
+            return tensor
+        if copies in self.parts:
+            return self.parts[copies].all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+        first = self.rank - self.rank % copies
+        return torch.stack(self.all_gather(tensor)[first : first + copies]).sum(0)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, in order of rank."""

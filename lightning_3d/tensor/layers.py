@@ -55,7 +55,12 @@ def sharded_view(name: str) -> property:
         if is_sharded(parameter):  # `torch.func.functional_call` with what `named_parameters()` gave
             return parameter
         cut, source = cuts[name]
-        return ShardedTensor(parameter, cut, module.tensor_group, source)
+        group: TensorGroup = module.tensor_group  # type: ignore[assignment]
+        if cut.copies == 1:
+            return ShardedTensor(parameter, cut, group, source)
+        view = ShardedTensor(collectives.sum_copies(parameter, cut.copies, group), cut, group, source)
+        view.parameter = parameter
+        return view
 
     return property(get)
 
@@ -144,7 +149,7 @@ class ColumnParallelLinear(nn.Linear, _ParallelLayer):
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         cut, source = cuts["weight"]
         plain = not torch._C._len_torch_function_stack() and (bias is None or _cut_alike(cuts, cut))
-        plain = plain and not is_sharded(weight) and not is_sharded(bias)
+        plain = plain and not is_sharded(weight) and not is_sharded(bias) and cut.copies == 1
         if not plain or cut.dim != 0 or (type(x) is ShardedTensor and not along_sequence(x)):
             return F.linear(x, self.weight, self.bias)
         assert weight is not None

@@ -112,6 +112,7 @@ def has_cut_form(logits: Any, target: Tensor, weight: Tensor | None) -> bool:
         isinstance(logits, ShardedTensor)
         and logits.placement.dim == (0 if logits.ndim == 1 else 1)
         and len(logits.placement.segments) == 1
+        and logits.placement.copies == 1
         and not isinstance(target, ShardedTensor)
         and not target.is_floating_point()
         and weight is None

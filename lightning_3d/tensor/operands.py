@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,11 +39,16 @@ def take(x: Tensor, cut: Placement, group: TensorGroup) -> Tensor:
 
 
 def align(operands: list[ShardedTensor]) -> tuple[int, Placement]:
-    """The common cut of operands that broadcast together: its dim counted from the right, and its placement."""
+    """The common cut of operands that broadcast together: its dim counted from the right, and its placement.
+
+    Where only some hold copies, all are cut finer (`localize` does it): one rank's part of each.
+    """
     head = operands[0]
     from_right, cut = head.placement.dim - head.ndim, head.placement
     for other in operands[1:]:
-        if other.placement.dim - other.ndim != from_right or not other.placement.like(cut):
+        if other.placement.copies != cut.copies:
+            cut = replace(cut, copies=1)
+        if other.placement.dim - other.ndim != from_right or not replace(other.placement, copies=cut.copies).like(cut):
             hints = [cut.segments, other.placement.segments]
             raise NoRule(f"operands are cut differently: {head!r} and {other!r}", hints, kind="layout")
         if other.placement.axis == "sequence":
@@ -53,13 +59,37 @@ def align(operands: list[ShardedTensor]) -> tuple[int, Placement]:
 def localize(x: Tensor, from_right: int, cut: Placement, group: TensorGroup) -> Tensor:
     """The part of an operand that meets the shards of a broadcasting operation."""
     if type(x) is ShardedTensor:
-        return x.local
+        return x.local if x.placement.copies == cut.copies else finer(x).local
     if x.ndim >= -from_right and x.shape[from_right] == cut.length and cut.length != 1:
         if group.on_gather is not None and from_right == -1 and x.requires_grad and not _from_parameter(x):
             # legal, but a bad plan: the residual stream would become cut along the features
             raise NoRule("it is combined with a whole activation along the features (a residual stream)", partner=x)
         return take(x, cut.at(x.ndim + from_right), group)
     return collectives.copy_in(x, group)
+
+
+def finer(x: ShardedTensor) -> ShardedTensor:
+    """Of a chunk that several ranks hold copies of, each rank's own part; no communication, also not backward.
+
+    Raises:
+        NoRule: The parts would be unequal.
+    """
+    cut, size = x.placement, x.group.size
+    if cut.copies == 1:
+        return x
+    if any(n % size for n in cut.segments):
+        raise NoRule(f"{cut.segments} cannot be cut over {size} ranks: some of them hold copies", kind="layout")
+    mine, dim = x.group.rank % cut.copies, cut.dim
+    pieces = x.local.split([n // cut.chunks(size) for n in cut.segments], dim)
+    parts = [piece.chunk(cut.copies, dim)[mine] for piece in pieces]
+    local = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return derive(local, replace(cut, copies=1), x)
+
+
+def no_copies(cut: Placement, what: str) -> None:
+    """Refuse what would count (or draw) a chunk once for every rank that holds it."""
+    if cut.copies > 1:
+        raise NoRule(f"{what} dim {cut.dim}, of which {cut.copies} ranks each hold a copy", kind="layout")
 
 
 def _from_parameter(x: Tensor) -> bool:

@@ -25,6 +25,7 @@ from lightning_3d.tensor.exact import Exactly, experiment, relative_difference, 
 from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.operations import Operand, Operation, operations_of
+from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.reduced import reduced
 from lightning_3d.tensor.search import Step
 from lightning_3d.tensor.sharded import ShardedTensor, local, placement, whole
@@ -242,11 +243,18 @@ def _backward(results: list[Tensor], weights: list[Tensor], group: TensorGroup |
         here = local(result)
         if here.requires_grad:
             cut = placement(result)
-            shard = weight if cut is None or group is None else cut.to_local(weight, group.rank, group.size).clone()
+            shard = weight if cut is None or group is None else _gradient_shard(weight, cut, group)
             roots.append(here)
             gradients.append(shard)
     if roots:
         torch.autograd.backward(roots, gradients)
+
+
+def _gradient_shard(gradient: Tensor, cut: Placement, group: TensorGroup) -> Tensor:
+    """This rank's shard; ranks that hold copies have unequal parts of the gradient, whose sum is all of it."""
+    shard = cut.to_local(gradient, group.rank, group.size).clone()
+    parts = cut.copies * (cut.copies + 1) // 2
+    return shard * ((group.rank % cut.copies + 1) / parts) if cut.copies > 1 else shard
 
 
 def _leaf(operand: Operand, value: Tensor, group: TensorGroup | None) -> Tensor:
@@ -292,7 +300,9 @@ def _error(parts: list[Tensor], want: Tensor) -> float:
         size = len(parts)
         if any(placement(p) != cut for p in parts):
             return math.inf
-        return relative_difference(cut.to_global([local(p) for p in parts], size), want)
+        if cut.padding:
+            return relative_difference(cut.to_global([local(p) for p in parts], size), want)
+        return max(relative_difference(local(p), cut.to_local(want, r, size)) for r, p in enumerate(parts))
     return max(relative_difference(whole(p), want) for p in parts)
 
 
@@ -306,4 +316,4 @@ def _gradient_error(parts: list[Tensor | None], want: Tensor | None, operand: Op
     shards = [torch.zeros(shape, dtype=want.dtype) if p is None else p for p in parts]
     if cut.padding and bool(torch.cat(shards, cut.dim).narrow(cut.dim, cut.length, cut.padding).count_nonzero()):
         return math.inf  # padding must get no gradient
-    return relative_difference(cut.to_global(shards, size), want)
+    return relative_difference(cut.to_global_gradient(shards, size), want)

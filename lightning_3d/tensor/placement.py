@@ -7,6 +7,11 @@ chunks, and rank r owns chunk r of every segment (its local dim is those chunks 
     (E, E, E)    a fused q|k|v projection: every rank gets its heads of q, of k and of v
     (Q, K, K)    the same with fewer key/value heads
     (n,) * k     what a view or a permute leaves of a cut dim that has an outer factor k
+
+With `copies` c, neighbouring ranks share a chunk: there are size / c chunks and rank r owns chunk r // c of every
+segment (8 key/value heads over 16 ranks). The copies hold equal values, but each only *its part of the gradient*: the
+gradient of the global tensor is the sum over the copies. So every operation may go on with what its rank has, and the
+sum is formed once, at the parameter.
 """
 
 from __future__ import annotations
@@ -60,15 +65,18 @@ class Placement:
         padding: Rows added at the end so that the dim can be cut (only with one segment). The global size excludes
             them; they are zero, get zero gradient and never reach a checkpoint.
         axis: "tp", or "sequence" for an activation that is cut along the sequence (sequence parallelism).
+        copies: Neighbouring ranks that hold the same chunk; divides the number of ranks.
     """
 
     dim: int
     segments: tuple[int, ...]
     padding: int = 0
     axis: str = "tp"
+    copies: int = 1
 
     def __post_init__(self) -> None:
         assert not self.padding or len(self.segments) == 1, "only a dim of one segment can be padded"
+        assert not self.padding or self.copies == 1, "a padded dim is not shared by ranks"
 
     @property
     def length(self) -> int:
@@ -85,16 +93,21 @@ class Placement:
         return self if dim == self.dim else replace(self, dim=dim)
 
     def like(self, other: Placement) -> bool:
-        """Same cut of a dim (of whatever index): equal segments and padding."""
-        return self.segments == other.segments and self.padding == other.padding
+        """Same cut of a dim (of whatever index): equal segments, padding and copies."""
+        mine, theirs = (self.segments, self.padding, self.copies), (other.segments, other.padding, other.copies)
+        return mine == theirs
+
+    def chunks(self, size: int) -> int:
+        """Number of different chunks over `size` ranks."""
+        return size // self.copies
 
     def cut(self, segments: tuple[int, ...], dim: int | None = None) -> Placement:
-        """Other segments, same axis, no padding."""
-        return Placement(self.dim if dim is None else dim, segments, 0, self.axis)
+        """Other segments, same axis and copies, no padding."""
+        return Placement(self.dim if dim is None else dim, segments, 0, self.axis, self.copies)
 
     def local_length(self, size: int) -> int:
         """Local size of the cut dim."""
-        return (self.length + self.padding) // size
+        return (self.length + self.padding) // self.chunks(size)
 
     def local_shape(self, global_shape: Sequence[int], size: int) -> tuple[int, ...]:
         """Shape of every rank's shard."""
@@ -115,6 +128,7 @@ class Placement:
             shape = list(tensor.shape)
             shape[dim] = self.padding
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        rank, size = rank // self.copies, self.chunks(size)
         if len(self.segments) == 1:
             chunk = tensor.shape[dim] // size
             return tensor.narrow(dim, rank * chunk, chunk)
@@ -125,19 +139,27 @@ class Placement:
         return torch.cat([part.chunk(size, dim)[rank] for part in tensor.split(list(self.segments), dim)], dim)
 
     def to_global(self, parts: Sequence[Tensor], size: int) -> Tensor:
-        """The global tensor from the shards of all ranks, in order of rank."""
+        """The global tensor from the shards of all ranks, in order of rank (of copies the first one's)."""
         dim = self.dim
+        parts, size = parts[:: self.copies], self.chunks(size)
         if len(self.segments) == 1:
             whole = torch.cat(list(parts), dim)
             return whole.narrow(dim, 0, self.length) if self.padding else whole
         chunks = [part.split([n // size for n in self.segments], dim) for part in parts]
         return torch.cat([chunks[r][i] for i in range(len(self.segments)) for r in range(size)], dim)
 
+    def to_global_gradient(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """The global gradient from the ranks' gradients: copies are summed."""
+        if self.copies > 1:
+            sums = [sum(parts[i + 1 : i + self.copies], parts[i]) for i in range(0, size, self.copies)]
+            parts = [part for part in sums for _ in range(self.copies)]
+        return self.to_global(parts, size)
+
     def rectangles(self, global_shape: Sequence[int], rank: int, size: int) -> list[Box]:
         """The shard of `rank` as boxes of the global tensor, padding excluded.
 
-        Every element of the global tensor is in exactly one box of exactly one rank, so a checkpoint written box by
-        box can be read by any other layout.
+        Every element of the global tensor is in exactly one box of exactly one rank (with copies: of each of them), so
+        a checkpoint written box by box can be read by any other layout.
         """
         boxes: list[tuple[int, int, int]] = []  # (global start, local start, length) along the dim
         if self.padding:
@@ -145,6 +167,7 @@ class Placement:
             valid = max(0, min(chunk, self.length - rank * chunk))
             boxes = [(rank * chunk, 0, valid)]
         else:
+            rank, size = rank // self.copies, self.chunks(size)
             start = local = 0
             for n in self.segments:
                 chunk = n // size
@@ -182,6 +205,7 @@ def view_placement(old: Sequence[int], placement: Placement, new: Sequence[int],
     Raises:
         NoRule: No dim of the result holds whole chunks; `hints` are segmentations for which one would.
     """
+    size = placement.chunks(size)
     tail = math.prod(old[placement.dim + 1 :])
     if placement.padding or not placement.uniform:
         for dim in range(len(new)):

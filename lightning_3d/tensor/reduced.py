@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_3d.tensor.operations import Operand, Operation
-from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.weights import WEIGHT_OPS
 
 _ENOUGH = 1 << 20  # operands of fewer elements are tried as they are
@@ -35,7 +34,7 @@ def reduced(operation: Operation, size: int) -> Operation:
     def change(operand: Operand) -> Operand:
         cut, value = operand.cut, operand.value
         if cut is not None:
-            cut = Placement(cut.dim, sizes.segments.get(cut.segments, cut.segments), cut.padding, cut.axis)
+            cut = dataclasses.replace(cut, segments=sizes.segments.get(cut.segments, cut.segments))
         if value is not None and operation.name == "embedding":  # an index into the rows of the table
             rows = max(a.shape[0] for a in operands if a.value is None)
             value = value % sizes.dims.get(rows, rows)

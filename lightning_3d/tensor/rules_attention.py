@@ -59,6 +59,8 @@ def _key_value(x: Tensor, query: ShardedTensor, from_right: int, gqa: bool) -> T
         if x.placement.dim - x.ndim != from_right:
             raise NoRule("queries and keys or values are cut along different dims")
         repeats = heads // count
+        if x.placement.copies > 1 and cut.copies == 1:
+            return _own_heads(x, query, from_right, gqa)
         dealt_alike = tuple(n * repeats for n in x.placement.segments) == cut.segments
         if not dealt_alike or (repeats != 1 and not (gqa and from_right == -3)):
             raise NoRule("query heads and key/value heads are dealt to the ranks differently")
@@ -76,6 +78,19 @@ def _key_value(x: Tensor, query: ShardedTensor, from_right: int, gqa: bool) -> T
     if count != 1:
         raise NoRule("key/value heads do not match the query heads")
     return copy_in(x, group)
+
+
+def _own_heads(x: ShardedTensor, query: ShardedTensor, from_right: int, gqa: bool) -> Tensor:
+    """Of key/value heads that several ranks hold, those this rank's query heads attend to."""
+    cut, group = query.placement, query.group
+    repeats, mine = query.shape[from_right] // x.shape[from_right], query.local.shape[from_right]
+    straddles = repeats % mine and mine % repeats
+    alike = tuple(n * repeats for n in x.placement.segments) == cut.segments and len(cut.segments) == 1
+    if not alike or straddles or (repeats != 1 and not (gqa and from_right == -3)):
+        raise NoRule("query heads and key/value heads are dealt to the ranks differently", kind="layout")
+    before = group.rank % x.placement.copies * mine  # query heads of the same chunk on earlier ranks
+    first, last = before // repeats, -(-(before + mine) // repeats)
+    return x.local.narrow(x.placement.dim, first, last - first)
 
 
 def _explicit(query: ShardedTensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Kwargs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients that user code asks for itself: of the shards, shown as cut as what they are gradients of."""
+"""Gradients that user code asks for or looks at itself: of the shards, shown as cut as what they are gradients of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,26 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.operands import derive
-from lightning_3d.tensor.registry import Args, Kwargs, argument, register_rule
-from lightning_3d.tensor.sharded import is_sharded, local
+from lightning_3d.tensor.placement import NoRule
+from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, local
+
+
+@first("register_hook")
+def _register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The hook sees the gradient of the whole tensor, cut as the tensor is."""
+    x, hook = args[0], argument(args, kwargs, 1, "hook")
+    group, cut, sources = x.group, x.placement, x.sources
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        total = group.sum_copies(grad, cut.copies) if cut.copies > 1 else grad
+        changed = hook(ShardedTensor(total, cut, group, sources))
+        if changed is None:
+            return None
+        shard = local(changed) if is_sharded(changed) else cut.to_local(changed, group.rank, group.size)
+        return shard / cut.copies if cut.copies > 1 else shard
+
+    return func(x.local, on_local)
 
 
 @register_rule(torch.autograd.grad)
@@ -20,6 +38,9 @@ def _grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded = [x for x in inputs if is_sharded(x)]
     if sharded and sharded[0].group.dry:  # planning shows a new view with every read: there is no graph between them
         return tuple(derive(torch.zeros_like(x.local), x.placement, x) if is_sharded(x) else x * 0 for x in inputs)
+
+    if any(x.placement.copies > 1 for x in sharded):
+        raise NoRule("several ranks hold the input, each with a part of the gradient", fatal=True)
 
     def enter(value: Any) -> Any:
         return tuple(map(enter, value)) if isinstance(value, (list, tuple)) else local(value)

@@ -96,6 +96,8 @@ def elementwise_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
         _check_padding(func.__name__, args, kwargs, x.placement)
     from_right, cut = align([t for t in found if isinstance(t, ShardedTensor)])
     group = x.group
+    if x.placement.copies != cut.copies:
+        raise NoRule(f"{func.__name__} writes what each rank has for itself into what several ranks hold copies of")
 
     def part(value: Any) -> Any:
         return localize(value, from_right, cut, group) if isinstance(value, Tensor) else value
@@ -140,8 +142,10 @@ def _read(func: Any, args: Args, kwargs: Kwargs) -> Any:
     raise NoRule("reading values needs the whole tensor")
 
 
-@first("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "is_contiguous", "detach_")
+@first("register_post_accumulate_grad_hook", "retain_grad", "backward", "is_contiguous", "detach_")
 def _on_shard(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if args[0].placement.copies > 1 and func.__name__ == "backward":
+        raise NoRule("several ranks hold it, each with a part of the gradient", fatal=True)
     return func(args[0].local, *args[1:], **kwargs)
 
 

@@ -20,13 +20,23 @@ from torch import Tensor
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.collectives import copy_in
 from lightning_3d.tensor.group import TensorGroup
-from lightning_3d.tensor.operands import along_sequence, derive, localize, partial_to_whole, sequence_to_whole, take
+from lightning_3d.tensor.operands import (
+    along_sequence,
+    derive,
+    finer,
+    localize,
+    no_copies,
+    partial_to_whole,
+    sequence_to_whole,
+    take,
+)
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, bind, register_rule
 from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources, whole
 
 
-def _no_padded_contraction(cut: Placement) -> None:
+def _may_contract(cut: Placement) -> None:
+    no_copies(cut, "contraction over")
     # the padding rows of one operand would get gradient from what the other one holds there
     if cut.padding:
         raise NoRule("contraction over a padded dim")
@@ -43,7 +53,7 @@ def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise NoRule("linear with only a cut bias")
     group, cut = x.group, x.placement
     if cut.dim == x.ndim - 1:
-        _no_padded_contraction(cut)
+        _may_contract(cut)
         y = partial_to_whole(F.linear(x.local, take(weight, cut.at(1), group)), group)
         return y if bias is None else y + bias
     bias = None if bias is None else copy_in(bias, group)
@@ -69,7 +79,7 @@ def _column(x: Tensor, weight: ShardedTensor, bias: Tensor | None) -> Tensor:
 
 def _row(x: Tensor, weight: ShardedTensor, bias: Tensor | None) -> Tensor:
     group, cut = weight.group, weight.placement
-    _no_padded_contraction(cut)
+    _may_contract(cut)
     if not isinstance(x, ShardedTensor) or along_sequence(x):
         part = take(whole(x), cut.at(x.ndim - 1), group)
     elif x.placement.dim != x.ndim - 1 or not x.placement.like(cut):
@@ -129,6 +139,10 @@ def _batched(a: Any, b: Any, dim_a: int | None, dim_b: int | None) -> Any:
     dim = min(d for d in (dim_a, dim_b) if d is not None)
     head = a if dim_a == dim else b
     cut, group = head.placement, head.group
+    if dim_a == dim_b and a.placement.copies != b.placement.copies:
+        a, b = finer(a), finer(b)
+        head = a
+        cut = head.placement
     if dim_a not in (None, dim) or dim_b not in (None, dim) or (dim_a == dim_b and not a.placement.like(b.placement)):
         raise NoRule("the operands of matmul are cut along different dims")
     y = torch.matmul(localize(a, dim, cut, group), localize(b, dim, cut, group))
@@ -140,7 +154,7 @@ def _matrix_product(a: Any, b: Any, dim_a: int | None, dim_b: int | None) -> Any
     head = a if dim_a is not None else b
     group, sources, ndim = head.group, merged_sources([a, b]), max(a.ndim, b.ndim)
     if dim_a == -1 or dim_b == -2:
-        _no_padded_contraction(a.placement if dim_a == -1 else b.placement)
+        _may_contract(a.placement if dim_a == -1 else b.placement)
     if dim_a == -1 and dim_b == -2:
         if not a.placement.like(b.placement):
             raise NoRule("the operands of matmul are cut differently along the contraction")
@@ -173,7 +187,7 @@ def _einsum(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(index != letter or not x.placement.like(cut) for x, index in sharded):
         raise NoRule("the operands of einsum are cut along different indices")
     if letter not in result:
-        _no_padded_contraction(cut)
+        _may_contract(cut)
     parts = [_einsum_part(x, term.find(letter), cut, group) for x, term in zip(operands, terms, strict=True)]
     y = torch.einsum(equation, *parts)
     if letter in result:
@@ -197,5 +211,6 @@ def _grouped(func: Any, args: Args, kwargs: Kwargs) -> Any:
             y = func(copy_in(x, group), weight.local, *args[2:], **kwargs)
             return ShardedTensor(y, cut.at(y.ndim - 1), group, weight.sources)
         if cut.dim == 1 and is_sharded(x) and x.placement.dim == x.ndim - 1 and x.placement.like(cut):
+            _may_contract(cut)
             return partial_to_whole(func(x.local, weight.local, *args[2:], **kwargs), group)
     raise NoRule("grouped_mm with these operands")

@@ -42,8 +42,9 @@ def _pieces(x: ShardedTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardedTe
     cut = x.placement
     if dim != cut.dim:
         return tuple(derive(part, cut, x) for part in x.local.split(list(sizes), dim))
-    segments = _segments_of(cut, sizes, x.group.size)
-    parts = x.local.split([sum(s) // x.group.size for s in segments], dim)
+    chunks = cut.chunks(x.group.size)
+    segments = _segments_of(cut, sizes, chunks)
+    parts = x.local.split([sum(s) // chunks for s in segments], dim)
     return tuple(derive(part, cut.cut(s), x) for part, s in zip(parts, segments, strict=True))
 
 
@@ -144,7 +145,8 @@ def _full_index(x: ShardedTensor, index: Any) -> tuple[Any, ...]:
 
 def _slice_of_cut_dim(x: ShardedTensor, entry: slice) -> tuple[slice, Placement]:
     """The local slice and the placement of a slice along the cut dim."""
-    cut, ranks = x.placement, x.group.size
+    cut = x.placement
+    ranks = cut.chunks(x.group.size)
     total = cut.length
     start, stop, step = entry.indices(total)
     if (start, stop, step) == (0, total, 1):
@@ -231,7 +233,10 @@ def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(tensors) == 1:
         return head.clone()
     if dim == head.placement.dim:
-        if len(sharded) != len(tensors) or any(t.placement.dim != dim or t.placement.padding for t in sharded):
+        if len(sharded) != len(tensors) or any(
+            t.placement.dim != dim or t.placement.padding or t.placement.copies != head.placement.copies
+            for t in sharded
+        ):
             raise NoRule("cat of cut and whole tensors along the cut dim")
         segments = tuple(n for t in sharded for n in t.placement.segments)
         return derive(torch.cat([t.local for t in sharded], dim), head.placement.cut(segments), *sharded)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.group import TensorGroup, is_shape_only
-from lightning_3d.tensor.operands import derive
+from lightning_3d.tensor.operands import derive, no_copies
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, words
 from lightning_3d.tensor.sharded import ShardedTensor
@@ -75,6 +75,7 @@ def _dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return x
     if not func.__name__.startswith("dropout"):
         raise NoRule(f"{func.__name__} couples whole channels")
+    no_copies(x.placement, "other masks on")
     out = dropout(x, p)
     if in_place:
         x.local = out.local
@@ -95,6 +96,7 @@ def _draw(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
         raise NoRule(f"{func.__name__} with the user's own generator")
+    no_copies(x.placement, "other random numbers on")
     with rank_stream(x.group, x.local):
         out = func(x.local, *args[1:], **kwargs)
     if func.__name__.endswith("_"):

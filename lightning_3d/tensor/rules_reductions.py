@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_3d.comm import Reduction
 from lightning_3d.tensor import collectives
-from lightning_3d.tensor.operands import along_sequence, derive
+from lightning_3d.tensor.operands import along_sequence, derive, no_copies
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule, words
 from lightning_3d.tensor.rules_elementwise import elementwise
@@ -68,6 +68,7 @@ def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given:
     """
     x: ShardedTensor = args[0]
     name, group = func.__name__, x.group
+    no_copies(x.placement, f"{name} over")
     refused = group.strict and given and not along_sequence(x)
     if refused or (x.placement.padding and name != "logsumexp"):
         raise NoRule(f"{name} over the cut dim {x.placement.dim}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor import collectives
-from lightning_3d.tensor.operands import along_sequence, derive, unpadded_rows
+from lightning_3d.tensor.operands import along_sequence, derive, no_copies, unpadded_rows
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, argument, bind, first, words
 from lightning_3d.tensor.sharded import ShardedTensor
@@ -46,6 +46,7 @@ def log_sum_exp(x: ShardedTensor) -> Tensor:
 def _may_reduce(name: str, x: ShardedTensor) -> None:
     if x.group.strict and not along_sequence(x):
         raise NoRule(f"{name} along the cut dim {x.placement.dim}")
+    no_copies(x.placement, f"{name} along")
     x.group.conversions += 1
 
 
@@ -89,6 +90,7 @@ def _nll_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
         any(special)
         or x.placement.dim != classes
         or len(x.placement.segments) != 1
+        or x.placement.copies > 1
         or isinstance(target, ShardedTensor)
     ):
         raise NoRule("nll_loss with class weights, or of log-probabilities that are not cut over the classes")

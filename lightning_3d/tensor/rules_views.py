@@ -167,7 +167,7 @@ def _repeat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if cut.padding and repeats[dim] != 1:
         raise NoRule("repeat of a padded dim")
     segments = cut.segments * repeats[dim]
-    return derive(x.local.repeat(repeats), Placement(dim, segments, cut.padding, cut.axis), x)
+    return derive(x.local.repeat(repeats), Placement(dim, segments, cut.padding, cut.axis, cut.copies), x)
 
 
 @first("repeat_interleave")
@@ -180,7 +180,9 @@ def _repeat_interleave(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if dim == cut.dim and cut.padding:
         raise NoRule("repeat of a padded dim")
     segments = tuple(n * repeats for n in cut.segments) if dim == cut.dim else cut.segments
-    return derive(x.local.repeat_interleave(repeats, dim), Placement(cut.dim, segments, cut.padding, cut.axis), x)
+    return derive(
+        x.local.repeat_interleave(repeats, dim), Placement(cut.dim, segments, cut.padding, cut.axis, cut.copies), x
+    )
 
 
 @first("view_as_complex", "view_as_real")

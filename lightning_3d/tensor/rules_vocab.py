@@ -42,7 +42,7 @@ def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
     index, weight = given["input"], given["weight"]
     cut = weight.placement if isinstance(weight, ShardedTensor) else None
     special = given.get("max_norm") is not None or given.get("scale_grad_by_freq")
-    if is_sharded(index) or cut is None or cut.dim != 0 or len(cut.segments) != 1 or special:
+    if is_sharded(index) or cut is None or cut.dim != 0 or len(cut.segments) != 1 or special or cut.copies > 1:
         raise NoRule("embedding with max_norm, scale_grad_by_freq, cut indices, or a table not cut over its rows")
     group, rows = weight.group, weight.local.shape[0]
     offset = group.rank * rows

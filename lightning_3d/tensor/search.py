@@ -6,6 +6,7 @@ search comes to an end; refutations come early in the forward, so most runs are 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -63,6 +64,7 @@ class Search:
         self.tried: dict[str, list[tuple[int, ...]]] = {}
         self.history: dict[str, list[str]] = {}
         self.heads_of: dict[str, int] = {}  # weights whose attention heads the ranks cannot share
+        self.shared: set[str] = set()  # weights whose chunks were once shared by groups of ranks
         self.not_heads: set[str] = set()
         self.heads: set[str] = set()
         self.delivered: set[str] = set()  # sources of activations that were gathered
@@ -202,6 +204,11 @@ class Search:
             self.history.setdefault(key, []).append(refuted.reason)
             if refuted.heads is not None:
                 self.heads_of[key] = refuted.heads
+            copies = self._shared_chunks(key, decision, refuted)
+            if copies is not None:
+                self.beliefs.copies[key] = copies
+                self.beliefs.segments.pop(key, None)
+                continue
             if segments is not None:
                 self.tried.setdefault(key, []).append(segments)
                 self.beliefs.segments[key] = segments
@@ -214,7 +221,19 @@ class Search:
                     "use 'replicate'."
                 )
             self.beliefs.segments.pop(key, None)
+            self.beliefs.copies.pop(key, None)
             self.beliefs.replicated[key] = "; then ".join(dict.fromkeys(self.history[key]))
+
+    def _shared_chunks(self, key: str, decision: Decision | None, refuted: Refuted) -> int | None:
+        """Ranks per chunk, if the heads are too few for all ranks but can be dealt to groups of them."""
+        heads, size = refuted.heads, self.group.size
+        if heads is None or decision is None or decision.placement is None or decision.kind != "column":
+            return None
+        groups = math.gcd(heads, size)
+        if groups in (1, size) or key in self.shared or decision.placement.length % groups:
+            return None
+        self.shared.add(key)
+        return size // groups
 
     def _other_segments(self, key: str, decision: Decision | None, refuted: Refuted) -> tuple[int, ...] | None:
         if refuted.kind != "layout" or decision is None or decision.placement is None or decision.kind != "column":

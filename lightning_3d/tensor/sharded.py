@@ -39,6 +39,7 @@ class ShardedTensor(torch.Tensor):
     placement: Placement
     group: TensorGroup
     sources: frozenset[str]
+    parameter: Tensor | None = None  # of a view on a parameter, if `local` is not the parameter itself
     _global_shape: torch.Size
 
     @staticmethod
@@ -83,12 +84,18 @@ class ShardedTensor(torch.Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self.local.requires_grad_(value)
+        self._leaf.requires_grad_(value)
+
+    @property
+    def _leaf(self) -> Tensor:
+        return self.local if self.parameter is None else self.parameter
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of a parameter that is shown whole, cut as the parameter is."""
-        grad = self.local.grad
+        """The gradient (of a parameter, or kept by `retain_grad`), cut as the tensor is."""
+        grad = self._leaf.grad
+        if grad is not None and self.parameter is None and self.placement.copies > 1:  # of a parameter it is summed
+            grad = self.group.sum_copies(grad, self.placement.copies)
         return None if grad is None else ShardedTensor(grad, self.placement, self.group, self.sources)
 
     @grad.setter
@@ -97,7 +104,7 @@ class ShardedTensor(torch.Tensor):
             value = collectives.scatter(value.detach(), self.placement, self.group)
         elif value is not None and not value.placement.like(self.placement):
             value = collectives.scatter(whole(value).detach(), self.placement, self.group)
-        self.local.grad = None if value is None else local(value)
+        self._leaf.grad = None if value is None else local(value)
 
     def dim(self) -> int:
         return len(self._global_shape)

@@ -224,7 +224,7 @@ def _gradient_error(parameter: nn.Parameter, got: list[Tensor | None], plan: Ten
         filled = torch.cat(shards, cut.dim).narrow(cut.dim, cut.length, cut.padding)
         if bool(filled.count_nonzero()):
             return float("inf")
-    return relative_difference(cut.to_global(shards, plan.size), want)
+    return max(relative_difference(s, cut.to_local(want, rank, plan.size)) for rank, s in enumerate(shards))
 
 
 def loss_of(output: Any) -> Tensor:

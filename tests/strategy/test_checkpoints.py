@@ -25,6 +25,8 @@ CASES = [
     (sizes(1, 2), sizes(2, 1), "mlp", "sgd", False),
     (sizes(2, 2), sizes(2, 2), "gpt_tied", "adamw", True),
     (sizes(1, 1), sizes(1, 2), "mlp", "sgd", True),
+    (sizes(4, 1), sizes(2, 2), "llama_full", "adamw", False),  # pairs of ranks share a key/value head
+    (sizes(1, 2), sizes(4, 1), "llama_full", "adamw", False),
 ]
 
 
@@ -36,7 +38,7 @@ def worst(got: dict[str, Any], want: dict[str, Any]) -> float:
 
 def test_resume_in_any_layout_equals_one_process(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    models = [("gpt_tied", "adamw"), ("mlp", "sgd")]
+    models = [("gpt_tied", "adamw"), ("mlp", "sgd"), ("llama_full", "adamw")]
     alone = run_distributed(one_process, 1, models, folder, init_process_group=False, timeout=120)[0]
     want = dict(zip(models, alone, strict=True))
     got = run_distributed(save_and_resume, 4, CASES, folder, init_process_group=False, timeout=180)

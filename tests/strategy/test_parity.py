@@ -120,3 +120,11 @@ def test_five_adamw_steps_with_clipping_validation_and_a_scheduler() -> None:
         for model, accumulate in (("gpt_tied", 1), ("llama", 2))
     ]  # fmt: skip
     check((2, 2, 2), cases)
+
+
+def test_key_value_heads_that_ranks_share() -> None:
+    """Two heads on four ranks: they are counted once in the norm, and the copies stay bit-equal."""
+    for layout in ((4, 1, 1), (4, 1, 2), (4, 2, 1)):
+        dp, pp = layout[2], layout[1]
+        case = Case(model="llama", steps=5, samples=16, clip=0.3, optimizer="adamw", parts=(dp, 8 if pp > 1 else 1))
+        check(layout, [case])

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lightning_3d.tensor.collectives as collectives
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.probe import intercept_functions
 from lightning_3d.tensor import (
+    Placement,
     ShardedTensor,
     TensorGroup,
     ThreadCommunicator,
@@ -20,6 +22,7 @@ from lightning_3d.tensor import (
     rewrite,
     run_simulated,
     verify_tensor_plan,
+    whole,
 )
 from lightning_3d.testing import relative_error
 from tests.tensor.models import MLP, PLAIN, Gated, NanoGPT, mean_square, next_token, values
@@ -140,3 +143,32 @@ def test_a_compiled_module_is_refused_by_name(how: str) -> None:
         model[1].compile(backend="eager")
     with pytest.raises(TensorPlanError, match=r"module '?1'? is compiled"):
         plan_tensor_parallel(model, lambda m: m(values(2, 4)).sum(), 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*no tensor-parallel form")  # the final sum, where ranks hold copies
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_gradient_hooks_see_and_change_the_whole_gradient(copies: int) -> None:
+    """Also where ranks hold copies, each with a part of the gradient."""
+    x, weight = torch.randn(6, 8).double(), torch.randn(6, 8).double()
+
+    def run(wrap: Any) -> tuple[float, Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = wrap(leaf * 2)
+        norms: list[float] = []
+        y.register_hook(lambda g: norms.append(float(g.norm())))
+        y.register_hook(lambda g: g * g.sum(0, keepdim=True).abs())
+        y.retain_grad()
+        (y.square() * wrap(weight)).sum().backward()
+        return norms[0], whole(y.grad), leaf.grad
+
+    norm, kept, gradient = run(lambda t: t)
+    cut = Placement(1, (8,), copies=copies)
+
+    def body(comm: ThreadCommunicator) -> Any:
+        group = TensorGroup(comm)
+        return run(lambda t: ShardedTensor(collectives.scatter(t, cut, group), cut, group))
+
+    for got in run_simulated(4, body):
+        assert abs(got[0] - norm) < 1e-12
+        assert relative_error(got[1], kept) < 1e-12
+        assert relative_error(got[2], gradient) < 1e-12

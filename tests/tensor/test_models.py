@@ -269,10 +269,15 @@ def random_plan(model: nn.Module, size: int, seed: int) -> TensorPlan:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in chosen:
             cuts = [
-                Placement(dim, segments)
+                Placement(dim, segments, copies=copies)
                 for dim, n in enumerate(parameter.shape)
                 for segments in ((n,), (n // 2,) * 2, (n // 3,) * 3)
-                if n and sum(segments) == n and segments[0] % size == 0 and segments[0]
+                for copies in range(1, size + 1)
+                if n
+                and sum(segments) == n
+                and size % copies == 0
+                and segments[0] % (size // copies) == 0
+                and segments[0]
             ]
             cut = rng.choice(cuts) if cuts and rng.random() < 0.5 else None
             chosen[id(parameter)] = Decision("column", cut) if cut else Decision("replicated")
@@ -290,5 +295,5 @@ def test_a_wrong_plan_is_slow_but_never_wrong(name: str) -> None:
     for seed in range(4):
         torch.manual_seed(0)
         model = build()
-        report = verify_tensor_plan(model, random_plan(model, 2, seed), step)
+        report = verify_tensor_plan(model, random_plan(model, 2 + 2 * (seed % 2), seed), step)
         assert report.worst <= EXACT, f"seed {seed}: {report}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor import Decision, Placement, TensorPlan, plan_tensor_parallel, verify_tensor_plan
+from tests.tensor.hf_models import language_model, llama
 from tests.tensor.models import MLP, Block, Einsum, Gated, GatedFused, NanoGPT, mean_square, next_token, values
 
 # ---------------------------------------------------------------- overrides
@@ -332,3 +333,20 @@ def test_a_cut_that_would_communicate_at_every_step_of_a_loop_is_given_up() -> N
         assert plan.decisions["up.weight"].kind == kind
         assert kind == "column" or "40 more collectives" in plan.decisions["up.weight"].reason
         assert verify_tensor_plan(model, plan, step).worst < 1e-9
+
+
+def test_few_key_value_heads_are_shared_by_groups_of_ranks() -> None:
+    """Two heads on four and eight ranks: a rank holds one of them, not both."""
+    torch.manual_seed(0)
+    model = llama(num_attention_heads=8, num_key_value_heads=2)
+    for size in (4, 8):
+        plan = plan_tensor_parallel(model, language_model, size)
+        keys = plan.decisions["model.layers.0.self_attn.k_proj.weight"]
+        assert keys.placement == Placement(0, (8,), copies=size // 2)
+        assert keys.placement.local_shape((8, 32), size) == (4, 32)
+        assert f"held by {size // 2} of the {size} ranks" in keys.reason
+        assert plan.sharded_fraction > 0.99
+        assert TensorPlan.from_dict(plan.to_dict()).decisions == plan.decisions
+        report = verify_tensor_plan(model, plan, language_model)
+        assert report.worst < 1e-9
+        assert report.gathers == 0

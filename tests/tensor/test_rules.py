@@ -106,7 +106,8 @@ def chain(seed: int) -> tuple[int, int]:
     u = 4 * size
     segments = rng.choice([(2 * u,), (u, u), (u, u, u), (u, u // 2, u // 2), (3 * u,)])
     x = torch.randn(2, 3, sum(segments))
-    parts: list[Any] = shards(x, Placement(2, segments), refusing_groups(size))
+    copies = rng.choice([n for n in range(1, size + 1) if size % n == 0])
+    parts: list[Any] = shards(x, Placement(2, segments, copies=copies), refusing_groups(size))
     equal = refused = 0
     for _ in range(12):
         name, op = one_op(x, parts[0].placement.dim, rng)
