@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_3d.comm import DONE, Communicator, Pending, Reduction
+from lightning_3d.tensor.entries import SharedEntries
 from lightning_3d.tensor.placement import NoRule
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class TensorGroup:
         conversions: Number of collectives that a hand-written tensor-parallel model would not have.
         entries: Number of whole tensors that entered a sharded region (each costs an all-reduce backward).
         on_whole: Planning only: told (sharded, gathered) of every gather.
+        parts: Number of neighbours that hold copies of a chunk -> their communicator; where there is none, the whole
+            axis gathers.
+        shared_entries: Parameters that enter sharded regions together.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class TensorGroup:
         self.on_gather: OnGather | None = None
         self.on_whole: Callable[[ShardedTensor, Tensor], None] | None = None
         self.parts: dict[int, Communicator] = {}
+        self.shared_entries = SharedEntries()
         self.gathers = 0
         self.conversions = 0
         self.entries = 0

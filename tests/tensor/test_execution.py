@@ -24,6 +24,7 @@ from lightning_3d.tensor import (
     verify_tensor_plan,
     whole,
 )
+from lightning_3d.tensor.exact import Exactly
 from lightning_3d.testing import relative_error
 from tests.tensor.models import MLP, PLAIN, Gated, NanoGPT, mean_square, next_token, values
 
@@ -172,3 +173,44 @@ def test_gradient_hooks_see_and_change_the_whole_gradient(copies: int) -> None:
         assert abs(got[0] - norm) < 1e-12
         assert relative_error(got[1], kept) < 1e-12
         assert relative_error(got[2], gradient) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["timm", "nanogpt", "encoder"])
+def test_small_parameters_share_one_all_reduce(name: str) -> None:
+    """Norms under sequence parallelism, norms of heads: from the second forward on one all-reduce for all of them."""
+    build, step, _ = PLAIN[name]
+    torch.manual_seed(0)
+    model = build().double()
+    with Exactly():
+        step(model).backward()
+    want = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    plan = plan_tensor_parallel(model, step, 2, sequence=True)
+
+    def use(comm: ThreadCommunicator) -> Any:
+        twin, group = copy.deepcopy(model), TensorGroup(comm)
+        rewrite(twin, plan, group)
+        calls, gradients = [], []
+        for _ in range(3):
+            twin.zero_grad()
+            with Exactly(), group.shared_entries.one_forward():
+                loss = step(twin)
+            comm.ledger.reset()
+            loss.backward()
+            calls.append(comm.ledger.total(op="all_reduce").calls)
+            gradients.append({n: p.grad.clone() for n, p in twin.named_parameters()})
+        with Exactly():  # nobody says where a forward begins
+            step(twin).backward()
+        gradients.append({n: p.grad / 2 for n, p in twin.named_parameters()})
+        return calls, gradients
+
+    with intercept_functions(function_guard, 1):
+        ranks = run_simulated(2, use)
+    for rank, (calls, gradients) in enumerate(ranks):
+        assert calls[1] == calls[2]
+        assert calls[1] <= calls[0] - 3, calls
+        for got in gradients:
+            for parameter, gradient in want.items():
+                cut = plan.decisions[parameter].placement
+                shard = gradient if cut is None else cut.to_local(gradient, rank, 2)
+                assert relative_error(got[parameter], shard) < 1e-9, parameter
