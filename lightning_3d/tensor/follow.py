@@ -29,6 +29,8 @@ from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_source
 from lightning_3d.tensor.weights import WEIGHT_OPS, base_parameter, dim_in_base, einsum_with_weight, grouped_mm
 
 _SPLITS = frozenset(("view", "reshape", "unflatten"))
+_LOSSES = frozenset(("cross_entropy", "nll_loss"))
+_PICKS = frozenset(("__getitem__", "index_select"))
 
 
 class Refuted(BaseException):
@@ -91,9 +93,11 @@ class Follow(TorchFunctionMode):
         order: Keys in order of first use as a weight.
         used: Keys whose cut reached a row layer -> key of that layer.
         last: Key of the last weight used.
+        scored: Keys whose cut output a loss over classes took.
         uses: Key -> how often it was used as a weight.
         extra: Key -> collectives that operations on its cut output need, beyond those of the pair.
         pairs: Whole activation -> the weights of the pair that just made it.
+        rows: Rows picked from a whole parameter (biases of experts) -> its key.
         observe: Hears of every operation on cut tensors, before it happens.
     """
 
@@ -115,10 +119,12 @@ class Follow(TorchFunctionMode):
         self.order: list[str] = []
         self.used: dict[str, str] = {}
         self.last: str | None = None
+        self.scored: set[str] = set()
         self.uses: Counter[str] = Counter()
         self.extra: Counter[str] = Counter()
         self.dealt: set[str] = set()
         self.pairs: MutableMapping[Tensor, frozenset[str]] = WeakIdKeyDictionary()
+        self.rows: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
@@ -144,8 +150,12 @@ class Follow(TorchFunctionMode):
         out = grouped_mm(func, args, kwargs) if "grouped_mm" in name else func(*args, **kwargs)
         if isinstance(out, Tensor) and (not is_sharded(out) or along_sequence(out)):
             self._trace_pair(name, args, kwargs, out)
+            if name in _PICKS:
+                self._trace_rows(args[0], out)
         elif name in _SPLITS and is_sharded(out) and out.ndim > args[0].ndim:
             self.dealt |= out.sources  # a cut dim became (heads, size of a head)
+        if name in _LOSSES:
+            self.scored |= merged_sources(tensors_in(args, kwargs))
         extra = self.group.conversions + self.group.entries - before
         if extra and name not in WEIGHT_OPS:
             self.extra.update(dict.fromkeys(merged_sources(tensors_in(args, kwargs)), extra))
@@ -164,6 +174,26 @@ class Follow(TorchFunctionMode):
                 self.pairs[out] = sources
         elif len(found) == 1 and found[0] in self.pairs:
             self.pairs[out] = self.pairs[found[0]]
+
+    def _trace_rows(self, table: Any, out: Tensor) -> None:
+        """Remember what was picked from a table: if it meets a cut activation, the table is cut alike."""
+        key = self.names.get(id(table)) if isinstance(table, nn.Parameter) else None
+        if key is not None and table.ndim > 1 and out.ndim and out.shape[-1] == table.shape[-1]:
+            self.rows[out] = key
+
+    def follow_along(self, rows: Tensor, cut: Placement, sources: frozenset[str]) -> None:
+        """`rows` of a table are combined with an activation cut along the features: cut the table like it.
+
+        Raises:
+            Again: The table is decided now, after rows of it had been used.
+        """
+        key = self.rows.get(rows)
+        if key is None or key in self.decisions or key in self.beliefs.replicated or key in self.facts.demands:
+            return
+        of = ", ".join(sorted(sources))
+        last = len(self.facts.shapes[key]) - 1
+        self.decisions[key] = Decision("column", cut.at(last), f"its rows meet the cut output of {of}")
+        raise Again
 
     # ------------------------------------------------------------ parameters
     def _shown(self, parameter: Any) -> Any:
@@ -218,6 +248,8 @@ class Follow(TorchFunctionMode):
             shown = self._key(weight.local)
             if shown is not None:
                 self.uses[shown] += 1
+                if is_sharded(x) and self.decisions[shown].kind == "row":
+                    self.used.update((source, shown) for source in x.sources)
             return
         parameter = base_parameter(weight)
         key = self._key(weight)

@@ -127,6 +127,8 @@ class Search:
         if len(blamed) == 1 and self._may_end_here(next(iter(blamed)), why):
             self.heads |= blamed
             return
+        if why.partner is not None:
+            self.follow.follow_along(why.partner, operands[0].placement, operands[0].sources)
         pair = self.follow.pairs.get(why.partner, frozenset()) if why.partner is not None else frozenset()
         groups = {x.sources for x in operands if x.sources}
         if pair and sum(map(self.facts.elements, pair)) < sum(map(self.facts.elements, blamed)):
@@ -162,10 +164,16 @@ class Search:
         assert decision.placement is not None
         return len(shape) == 2 and shape[decision.placement.dim] >= 2 * shape[1 - decision.placement.dim]
 
+    def _scored_head(self, key: str) -> bool:
+        """A loss took its cut logits, and they are many."""
+        decision = self.follow.decisions[key]
+        enough = decision.placement is not None and decision.placement.length >= self.smallest_vocabulary
+        return enough and key in self.follow.scored
+
     def _check_ends(self) -> None:
         """Every column weight must have reached a row weight, unless it is a head."""
         follow = self.follow
-        ends = {k for k in self.heads if follow.decisions[k].kind != "vocab"}
+        ends = {k for k in self.heads if follow.decisions[k].kind != "vocab" and not self._scored_head(k)}
         wrong = {k for k in ends if follow.last != k or not self._like_head(k)}
         self.not_heads |= wrong
         columns = {k for k, d in follow.decisions.items() if d.kind == "column" and k in follow.order}
@@ -173,7 +181,7 @@ class Search:
         lonely = {
             k
             for k in columns - follow.used.keys() - self.heads - delivered
-            if not (follow.last == k and self._like_head(k))
+            if not (follow.last == k and self._like_head(k)) and not self._scored_head(k)
         }
         unmet = (wrong - delivered) or lonely
         if unmet:
