@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_3d.engine import Settings
 from lightning_3d.errors import ConfigurationError, near
 from lightning_3d.layout import LONG_NAMES, Layout
 from lightning_3d.tensor.facts import DEMANDS
@@ -32,46 +33,61 @@ def _hint(name: str, known: Sequence[str]) -> str:
     return f" Did you mean {long!r}?" if long else near(name, known) or " no name is close."
 
 
-def check_effect(
-    layout: Layout, num_microbatches: Any, pipeline_split: Any, sequence_parallel: bool, tensor_parallel_plan: Any
-) -> None:
+def check_effect(layout: Layout, settings: Settings) -> None:
     """Refuse values of the wrong kind, and settings without effect.
 
     Raises:
         ConfigurationError: Names the setting and the way out.
     """
-    if num_microbatches != "auto":
-        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
-            raise ConfigurationError(f"num_microbatches is {num_microbatches!r}; it must be 'auto' or an integer.")
-        if num_microbatches < 1:
-            raise ConfigurationError(f"num_microbatches is {num_microbatches}; it must be at least 1.")
-    if isinstance(tensor_parallel_plan, Mapping):
-        for pattern, kind in tensor_parallel_plan.items():
-            if kind not in DEMANDS:
-                raise ConfigurationError(
-                    f"tensor_parallel_plan: {kind!r} for {pattern!r} is not one of {', '.join(DEMANDS)}."
-                    + near(str(kind), DEMANDS)
-                )
+    _check_values(settings)
+    microbatches = settings.num_microbatches
     pipeline = {
-        f"num_microbatches={num_microbatches}": num_microbatches != "auto",
-        f"pipeline_split={pipeline_split!r}": pipeline_split != "auto",
+        f"num_microbatches={microbatches}": microbatches != "auto",
+        f"pipeline_split={settings.pipeline_split!r}": settings.pipeline_split != "auto",
         f"pipeline_schedule={layout.schedule!r}": layout.schedule != "1f1b",
     }
     if layout.pp == 1 and any(pipeline.values()):
-        accumulate = num_microbatches != "auto"
         raise ConfigurationError(
             f"{_given(pipeline)} has no effect with pipeline_parallel_size=1, where there is no pipeline to cut or "
             "fill. Set pipeline_parallel_size > 1, or remove it"
-            + (" (to accumulate gradients use Trainer(accumulate_grad_batches=...))." if accumulate else ".")
+            + (
+                " (to accumulate gradients use Trainer(accumulate_grad_batches=...))."
+                if microbatches != "auto"
+                else "."
+            )
         )
     tensor = {
-        "sequence_parallel=True": sequence_parallel,
-        f"tensor_parallel_plan={tensor_parallel_plan!r}": tensor_parallel_plan != "auto",
+        "sequence_parallel=True": settings.sequence_parallel,
+        f"tensor_parallel_plan={settings.tensor_parallel_plan!r}": settings.tensor_parallel_plan != "auto",
+        f"strict_tensor_parallel={settings.strict_tensor_parallel}": settings.strict_tensor_parallel is not None,
+        "exact_dropout=True": settings.exact_dropout,
+        "record=False": not settings.record,
     }
     if layout.tp == 1 and any(tensor.values()):
         raise ConfigurationError(
             f"{_given(tensor)} has no effect with tensor_parallel_size=1. Set tensor_parallel_size > 1, or remove it."
         )
+
+
+def _check_values(settings: Settings) -> None:
+    microbatches, plan, least = (
+        settings.num_microbatches,
+        settings.tensor_parallel_plan,
+        settings.strict_tensor_parallel,
+    )
+    if microbatches != "auto":
+        if isinstance(microbatches, bool) or not isinstance(microbatches, int):
+            raise ConfigurationError(f"num_microbatches is {microbatches!r}; it must be 'auto' or an integer.")
+        if microbatches < 1:
+            raise ConfigurationError(f"num_microbatches is {microbatches}; it must be at least 1.")
+    if least is not None and not 0 <= least <= 1:
+        raise ConfigurationError(f"strict_tensor_parallel is {least!r}; it is a part of all parameters, from 0 to 1.")
+    for pattern, kind in plan.items() if isinstance(plan, Mapping) else ():
+        if kind not in DEMANDS:
+            raise ConfigurationError(
+                f"tensor_parallel_plan: {kind!r} for {pattern!r} is not one of {', '.join(DEMANDS)}."
+                + near(str(kind), DEMANDS)
+            )
 
 
 def _given(settings: dict[str, bool]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.tensor.registry import RULES, Args, Kwargs, words
 from lightning_3d.tensor.resolve import reentered
@@ -21,6 +21,7 @@ _LIFTED = {
     torch.float16: torch.float64,
     torch.complex64: torch.complex128,
 }
+_BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _DROPOUTS = frozenset(
     words(
         """
@@ -39,6 +40,9 @@ class Exactly(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "multi_head_attention_forward":
             with self:
+                return reentered(func)(*args, **kwargs)
+        if func in _BACKWARDS and not any(map(is_sharded, tree_leaves((args, kwargs)))):
+            with self:  # also for what a checkpoint recomputes
                 return reentered(func)(*args, **kwargs)
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]

@@ -31,6 +31,8 @@ preload("tests.models")
         ({"pipeline_split": ["a"]}, ["pipeline_split", "pipeline_parallel_size=1"]),
         ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor_parallel_size=1"]),
         ({"tensor_parallel_plan": {"a": "row"}}, ["tensor_parallel_plan", "tensor_parallel_size=1"]),
+        ({"strict_tensor_parallel": 0.5}, ["strict_tensor_parallel=0.5", "tensor_parallel_size=1"]),
+        ({"tensor_parallel_size": 2, "strict_tensor_parallel": 90}, ["strict_tensor_parallel is 90", "from 0 to 1"]),
         ({"zero_stage": 3}, ["zero_stage=3", "not supported in this version", "zero_stage=1"]),
         ({"zero_stage": 4}, ["zero_stage is 4", "0, 1, 2 and 3"]),
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "zero_bubble"}, ["zero_bubble", "1f1b"]),
@@ -162,6 +164,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         models.LitMLP,
         {"tensor_parallel_size": 2, "tensor_parallel_plan": {"nett.2": "column"}},
         ["nett.2", "net.2"],
+    ),
+    "strict": (
+        models.LitMLP,
+        {"tensor_parallel_size": 2, "strict_tensor_parallel": 0.9, "tensor_parallel_plan": {"net.2": "replicate"}},
+        ["at least 90.0%", "net.2.weight", "demanded by 'net.2'"],
     ),
     "split": (
         models.LitMLP,

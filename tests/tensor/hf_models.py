@@ -56,7 +56,7 @@ def bert(p: float = 0.0) -> nn.Module:
     return T.BertForMaskedLM(config)
 
 
-def t5() -> nn.Module:
+def t5(p: float = 0.0) -> nn.Module:
     config = T.T5Config(
         d_model=32,
         d_kv=8,
@@ -64,7 +64,7 @@ def t5() -> nn.Module:
         num_layers=2,
         num_heads=4,
         vocab_size=VOCABULARY,
-        dropout_rate=0.0,
+        dropout_rate=p,
         decoder_start_token_id=0,
     )
     return T.T5ForConditionalGeneration(config)

@@ -20,6 +20,8 @@ from lightning_3d.tensor import (
     run_simulated,
 )
 from lightning_3d.testing import relative_error
+from tests.models import LiftToDouble
+from tests.tensor.hf_models import bert, gpt2, language_model, t5
 from tests.tensor.models import NanoGPT, mean_square, next_token
 
 CUT = Placement(1, (64,))
@@ -75,6 +77,9 @@ CASES: list[tuple[Any, Any]] = [
     (lambda: NanoGPT(p=0.3, flash=False), next_token),
     (lambda: NanoGPT(p=0.3, kv_heads=2), next_token),
     (lambda: encoder(0.3), mean_square),
+    (lambda: gpt2(0.3), language_model),
+    (lambda: bert(0.3), language_model),
+    (lambda: t5(0.3), language_model),
 ]
 
 
@@ -85,7 +90,8 @@ def test_exact_mode_equals_one_process(case: int) -> None:
     want = build().double()
     plan = plan_tensor_parallel(want, step, 2)
     torch.manual_seed(5)
-    loss = step(want)
+    with LiftToDouble():  # Hugging Face models compute their loss in float32
+        loss = step(want)
     loss.backward()
 
     def body(comm: ThreadCommunicator) -> Any:
@@ -93,7 +99,8 @@ def test_exact_mode_equals_one_process(case: int) -> None:
         model = build().double()
         rewrite(model, plan, TensorGroup(comm, exact_dropout=True))
         torch.manual_seed(5)
-        value = step(model)
+        with LiftToDouble():
+            value = step(model)
         value.backward()
         return value.detach(), {n: p.grad for n, p in model.named_parameters()}
 

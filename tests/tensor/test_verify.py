@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_3d.tensor.collectives as collectives
 from lightning_3d.comm import DONE
@@ -197,3 +198,23 @@ def test_the_report_reads_well() -> None:
     report.errors["b.weight"] = float("nan")
     assert not report.ok
     assert "the gradient of b.weight is off by nan" in str(report)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_stays_off_in_what_a_checkpoint_recomputes(reentrant: bool) -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(32, 32)
+            self.inner = nn.Sequential(
+                nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 32), nn.Dropout(0.5)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    model = Recomputed()
+    plan = plan_tensor_parallel(model, mean_square, 2)
+    assert plan.sharded_fraction > 0.5
+    report = verify_tensor_plan(model, plan, mean_square)
+    assert report.worst < 1e-12, str(report)
