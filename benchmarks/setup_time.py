@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +18,11 @@ from lightning_3d.demo_run import load_example
 from lightning_3d.pipeline import Trace, trace
 from lightning_3d.pipeline.planning import make_plan
 from lightning_3d.probe import call_step
-from lightning_3d.tensor import TensorGroup, ThreadCommunicator, plan_tensor_parallel, rewrite, verify_tensor_plan
+from lightning_3d.proof import is_small, prove_plan
+from lightning_3d.tensor import TensorGroup, ThreadCommunicator, plan_tensor_parallel, rewrite
+from lightning_3d.testing import run_distributed
 
-PARTS = 3
+PARTS = 6
 VOCABULARY = 256
 
 
@@ -55,12 +58,21 @@ def gpt2_small(layers: int) -> L.LightningModule:
         return Wrapped(GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False)))
 
 
-def measure(build: Callable[[], L.LightningModule], whole: bool) -> dict[str, float]:
-    """Seconds of every part of the set-up for tp=2 and pp=2.
+def llama3(layers: int, width: int, inner: int, heads: int) -> L.LightningModule:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    Args:
-        build: Makes the module.
-        whole: Also prove, cut and trace; False: plan only (a model on the meta device).
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return Wrapped(LlamaForCausalLM(config))
+
+
+def measure(build: Callable[[], L.LightningModule], tp: int) -> dict[str, float]:
+    """Seconds of every part of the set-up for `tp` and pp=2, and the peak memory of the process in MB.
+
+    A model on the meta device is planned and proved by its operations; another one also run, cut and traced.
     """
     torch.manual_seed(0)
     module = build()
@@ -72,16 +84,18 @@ def measure(build: Callable[[], L.LightningModule], whole: bool) -> dict[str, fl
 
     out = {"parameters": float(sum(p.numel() for p in module.parameters()))}
     begin = time.perf_counter()
-    plan = plan_tensor_parallel(module, step, 2)
+    plan = plan_tensor_parallel(module, step, tp)
     out["plan"] = time.perf_counter() - begin
     out["cut fraction"] = plan.sharded_fraction
-    if not whole:
-        return out
+    run = is_small(module)
     begin = time.perf_counter()
-    report = verify_tensor_plan(module, plan, step)
+    report = prove_plan(module, plan, lambda m, b: call_step(m, "training_step", b, 0), batch, run=run)
     out["proof"] = time.perf_counter() - begin
     report.raise_if_wrong()
-    group = TensorGroup(ThreadCommunicator.ring(2)[0])
+    out["MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    if not run:
+        return out
+    group = TensorGroup(ThreadCommunicator.ring(tp)[0])
     begin = time.perf_counter()
     rewrite(module, plan, group)
     out["rewrite"] = time.perf_counter() - begin
@@ -95,27 +109,41 @@ def measure(build: Callable[[], L.LightningModule], whole: bool) -> dict[str, fl
     return out
 
 
+def repeated(build: Callable[[], L.LightningModule], tp: int, times: int) -> list[dict[str, float]]:
+    """`measure`, several times in one process."""
+    torch.set_num_threads(1)
+    return [measure(build, tp) for _ in range(times)]
+
+
 def run(smoke: bool, progress: Progress) -> Result:
-    """Three models, each several times."""
-    models: list[tuple[str, Callable[[int], L.LightningModule], int, bool]] = [
-        ("examples/train_gpt.py", example_gpt, 2 if smoke else 4, True),
-        ("Hugging Face Llama, width 128", llama, 2 if smoke else 4, True),
-        ("Hugging Face GPT-2 small, meta device", gpt2_small, 2 if smoke else 12, False),
+    """Every model several times, in a process of its own."""
+    small = 2 if smoke else 4
+    models: list[tuple[str, Callable[[int], L.LightningModule], int, int]] = [
+        ("examples/train_gpt.py", example_gpt, small, 2),
+        ("Hugging Face Llama, width 128", llama, small, 2),
+        ("GPT-2 small, meta device", gpt2_small, 2 if smoke else 12, 2),
+        ("Llama-3-8B, meta device", partial(llama3, width=4096, inner=14336, heads=32), 2 if smoke else 32, 8),
+        ("Llama-3-8B, meta device", partial(llama3, width=4096, inner=14336, heads=32), 2 if smoke else 32, 16),
+        ("Llama-3-70B, meta device", partial(llama3, width=8192, inner=28672, heads=64), 2 if smoke else 80, 8),
     ]
     rows, data = [], {}
-    for name, build, layers, whole in models:
-        progress(f"set-up: {name}")
-        runs = [measure(partial(build, layers), whole) for _ in range(1 if smoke else 4)]
+    for name, build, layers, tp in models:
+        progress(f"set-up: {name}, tp={tp}")
+        times = 1 if smoke else 4
+        (runs,) = run_distributed(repeated, 1, partial(build, layers), tp, times, init_process_group=False, timeout=600)
         first, rest = runs[0], runs[1:] or runs
         middle = {key: median(r[key] for r in rest) for key in first}
-        times = [f"{middle[key]:.3f}" if key in middle else "-" for key in ("plan", "proof", "rewrite", "trace")]
-        rows.append([name, str(layers), f"{middle['parameters']:,.0f}", *times, f"{first['plan']:.3f}"])
-        data[name] = {"layers": layers, "first": first, "median": middle}
+        seconds = [f"{middle[key]:.2f}" if key in middle else "-" for key in ("plan", "proof", "rewrite", "trace")]
+        counts = [str(layers), f"{middle['parameters'] / 1e6:,.1f}", str(tp)]
+        rows.append([name, *counts, *seconds, f"{first['plan']:.2f}", f"{middle['MB']:.0f}"])
+        data[f"{name}, tp={tp}"] = {"layers": layers, "first": first, "median": middle}
     setting = (
-        "One process, tp=2 and pp=2, a batch of 2 x 64 tokens. Plan: follow the step and decide every cut; proof: "
-        "original against two simulated ranks in float64; rewrite: cut the parameters; trace: follow the rewritten "
-        "step and cut it into stages. Median of 3 after a first time, which also pays for imports and rule look-ups "
-        "and is shown for the plan."
+        "One process per model on one thread, pp=2, a batch of 2 x 64 tokens. Plan: follow the step and decide every "
+        "cut; proof: original against simulated ranks in float64 (on the meta device: every kind of operation); "
+        "rewrite: cut the parameters; trace: follow the rewritten step and cut it into stages. Median of 3 after a "
+        "first time, which also pays for imports and rule look-ups and is shown for the plan. Memory: peak of the "
+        "process after plan and proof, with torch and transformers."
     )
-    columns = ["model", "layers", "parameters", "plan, s", "proof, s", "rewrite, s", "trace, s", "first plan, s"]
+    columns = ["model", "layers", "million parameters", "tp", "plan, s", "proof, s", "rewrite, s", "trace, s"]
+    columns += ["first plan, s", "MB"]
     return Result("setup_time", setting, [Table("seconds of set-up", columns, rows)], data)

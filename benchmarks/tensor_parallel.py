@@ -17,7 +17,7 @@ from benchmarks.interleave import Measured, Variant, compare, take_turns
 from lightning_3d import ThreeDStrategy
 from lightning_3d.testing import run_distributed
 
-PARTS = 2
+PARTS = 3
 DTENSOR, OURS = "ModelParallelStrategy", "ThreeDStrategy"
 HEAD = 32
 PLAN: dict[str, Callable[[], ParallelStyle]] = {
@@ -94,11 +94,11 @@ def ranks(sizes: dict[str, int], rounds: int, turn: int) -> dict[str, Measured]:
 
 
 def run(smoke: bool, progress: Progress) -> Result:
-    """Both widths."""
+    """All widths."""
     rounds, turn = (2, 2) if smoke else (10, 6)
     rest = {"layers": 1, "sequence": 8, "batch": 2} if smoke else {"layers": 2, "sequence": 128, "batch": 4}
     rows, data = [], {}
-    for width in (64, 128) if smoke else (256, 512):
+    for width in (64, 96, 128) if smoke else (256, 512, 1024):
         sizes = {"width": width, **rest}
         progress(f"tensor parallel: width {width}")
         found = compare(run_distributed(ranks, 2, sizes, rounds, turn, timeout=300), DTENSOR)
