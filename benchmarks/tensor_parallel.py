@@ -98,7 +98,7 @@ def run(smoke: bool, progress: Progress) -> Result:
     rounds, turn = (2, 2) if smoke else (10, 6)
     rest = {"layers": 1, "sequence": 8, "batch": 2} if smoke else {"layers": 2, "sequence": 128, "batch": 4}
     rows, data = [], {}
-    for width in (64, 96, 128) if smoke else (256, 512, 1024):
+    for width in (64, 128, 192) if smoke else (256, 512, 1024):
         sizes = {"width": width, **rest}
         progress(f"tensor parallel: width {width}")
         found = compare(run_distributed(ranks, 2, sizes, rounds, turn, timeout=300), DTENSOR)
