@@ -19,7 +19,7 @@ from benchmarks.tensor_parallel import PLAN, Blocks
 from lightning_3d.comm import Communicator
 from lightning_3d.probe import call_step, intercept_functions
 from lightning_3d.tensor import TensorGroup, function_guard, plan_tensor_parallel, rewrite
-from lightning_3d.tensor.recorded import Recording
+from lightning_3d.tensor.recorded.recording import Recording
 
 PARTS = 4
 PLAIN, RULES, RECORDED, DTENSOR = "plain module", "rules", "recorded programs", "DTensor"

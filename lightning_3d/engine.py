@@ -41,6 +41,7 @@ from lightning_3d.tensor import (
     rewrite,
     whole,
 )
+from lightning_3d.tensor.recorded.recording import Recording
 from lightning_3d.zero import Zero
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Settings:
     bucket_bytes: int | None = None
     timeout: timedelta | None = None
     record_timeline: bool = False
+    record: bool = True
     forward_context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
 
@@ -81,6 +83,7 @@ class Engine:
         self._cut_by = ""  # the step that was followed
         self._began = time.monotonic()
         self.tensor_group = TensorGroup(mesh.tensor)
+        self.recording: Recording | None = None
         self.runner: PipelineRunner | None = None
         self.partition: Partition | None = None
         self.zero: Zero | None = None
@@ -147,6 +150,8 @@ class Engine:
         shared = {d.placement.copies for d in self.tensor_plan.decisions.values() if d.placement is not None}
         self.tensor_group.parts = {c: self.mesh.tensor_part(c) for c in sorted(shared) if c > 1}
         rewrite(self.module, self.tensor_plan, self.tensor_group)
+        if self.settings.record:
+            self.recording = Recording(self.module, self.tensor_group)
 
     def summary(self) -> str:
         """One line about what was built, for the log."""
@@ -237,12 +242,18 @@ class Engine:
 
     # -- running
     @contextmanager
-    def sharding_rules(self) -> Iterator[None]:
-        """Custom autograd Functions keep the gradients of sharded arguments while this is open."""
+    def sharding_rules(self, training: bool = False, begins: bool = False) -> Iterator[None]:
+        """Custom autograd Functions keep the gradients of sharded arguments while this is open.
+
+        Args:
+            training: Repeated blocks may run by their recorded programs.
+            begins: A training step begins.
+        """
         if self.layout.tp == 1:
             yield
             return
-        with intercept_functions(function_guard, 1):
+        recorded = self.recording.running(begins) if self.recording is not None and training else nullcontext()
+        with intercept_functions(function_guard, 1), recorded:
             yield
 
     def direct_step(self, step_name: str, args: Sequence[Any], number: int = 0) -> Any:
@@ -258,7 +269,8 @@ class Engine:
             if self.layout.dp > 1 and self.module.training:
                 stack.enter_context(forked(self.mesh.device))
                 seed_torch(mix(self.seed, number, self.mesh.at.dp), self.mesh.device)
-            stack.enter_context(self.sharding_rules())
+            training = step_name == "training_step"
+            stack.enter_context(self.sharding_rules(training, begins=training))
             stack.enter_context(self.settings.forward_context())
             stack.enter_context(self.mesh.ledger.during("forward"))
             out = call_step(self.module, step_name, *args)
@@ -284,7 +296,7 @@ class Engine:
         self.runner.step_number = number
         self.zero.begin()
         self.zero.set_aside(keep=keep_gradients)
-        with self.sharding_rules(), self._recorded(number), self.mesh.ledger.during("pipeline"):
+        with self.sharding_rules(True, begins=True), self._recorded(number), self.mesh.ledger.during("pipeline"):
             result = self.runner.train_step(
                 batch,
                 batch_idx,

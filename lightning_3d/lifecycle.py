@@ -325,7 +325,7 @@ class Lifecycle(_Base):
         self.pre_backward(closure_loss)
         if direct and not self._accumulating:
             zero.start_reducing()
-        with engine.sharding_rules(), engine.mesh.ledger.during("backward"):
+        with engine.sharding_rules(training=True), engine.mesh.ledger.during("backward"):
             closure_loss = precision.pre_backward(closure_loss, module)
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self._accumulating:

@@ -65,6 +65,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         allow_cross_node_tensor_parallel: bool = False,
         bucket_size_mb: float | None = None,
         record_timeline: bool = False,
+        record: bool = True,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -101,6 +102,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             allow_cross_node_tensor_parallel: Allow tensor_parallel_size to span machines.
             bucket_size_mb: Size of gradient buckets; None chooses by device (4 on CPU, 25 on CUDA).
             record_timeline: Keep the times of pipeline actions in `strategy.recorder`.
+            record: Record what every repeated block does on this rank, prove it, and run that in place of the block's
+                own code under the sharding rules (tensor parallelism only). Blocks compiled by you need it.
             timeout: How long a collective may wait.
             process_group_backend: "nccl", "gloo", ...; None chooses by device.
             start_method: How Lightning launches the processes of a machine when nobody else has.
@@ -143,6 +146,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             bucket_bytes=None if bucket_size_mb is None else int(bucket_size_mb * 2**20),
             timeout=timeout,
             record_timeline=record_timeline,
+            record=record,
         )
         self._mesh: Mesh | None = None
         self._engine: Engine | None = None

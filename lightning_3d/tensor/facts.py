@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_3d.errors import TensorPlanError, near
 from lightning_3d.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lightning_3d.tensor.recorded.eager import run_eagerly
 
 DEMANDS = ("column", "row", "vocab", "replicate")
 
@@ -47,7 +47,7 @@ def gather_facts(module: nn.Module, overrides: Mapping[str, str]) -> Facts:
         TensorPlanError: An override has an unknown kind, matches nothing, or contradicts another demand; or a parameter
             is already cut.
     """
-    _no_compiled_modules(module)
+    run_eagerly(module)
     names = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in names.items():
         if hasattr(parameter, "placement"):
@@ -75,16 +75,6 @@ def gather_facts(module: nn.Module, overrides: Mapping[str, str]) -> Facts:
         if demand is not None:
             facts.demands[key], facts.demanded_by[key] = demand
     return facts
-
-
-def _no_compiled_modules(module: nn.Module) -> None:
-    for path, child in module.named_modules():
-        if isinstance(child, OptimizedModule) or getattr(child, "_compiled_call_impl", None) is not None:
-            raise TensorPlanError(
-                f"module {path or type(module).__name__!r} is compiled (torch.compile). Activations that are cut over "
-                "tensor-parallel ranks cannot be compiled in this version: remove the compile call, or use "
-                "tensor_parallel_size=1."
-            )
 
 
 def block_patterns(module: nn.Module, names: Mapping[str, nn.Parameter]) -> dict[str, str]:

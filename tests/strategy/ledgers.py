@@ -30,7 +30,9 @@ class Count(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         ledger = trainer.strategy.ledger
-        self.traffic = {k: (t.calls, t.elements, t.payload, t.wire) for k, t in ledger.traffic.items()}
+        # "recording": the proofs of recorded programs, in the first steps only
+        kept = {k: t for k, t in ledger.traffic.items() if k[0] != "recording"}
+        self.traffic = {k: (t.calls, t.elements, t.payload, t.wire) for k, t in kept.items()}
 
 
 def count(sizes: dict[str, Any], depth: int, tied: bool = True) -> dict[str, Any]:

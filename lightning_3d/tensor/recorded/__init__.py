@@ -1,5 +1,4 @@
-"""WHAT do the rules come to?  The local program of a block, recorded once, proved, and run in their place."""
+"""WHAT do the rules come to?  The local program of a block, recorded once, proved, and run in their place.
 
-from lightning_3d.tensor.recorded.recording import Recording
-
-__all__ = ["Recording"]
+`Recording` is in recording.py: the planner needs eager.py of this package before the rules are there.
+"""

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.tensor.entries import SharedEntries
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.recorded.agreement import all_agree
+from lightning_3d.tensor.recorded.compiled import Fallback, assembled, translated, warn_uncompiled
 from lightning_3d.tensor.recorded.guards import Guards, device_of, slots_of
 from lightning_3d.tensor.recorded.observe import observed
 from lightning_3d.tensor.recorded.peephole import simplified
@@ -18,6 +20,7 @@ from lightning_3d.tensor.recorded.recorder import Recorder, current
 from lightning_3d.tensor.recorded.replay import (
     Moment,
     Replay,
+    close,
     compare,
     compare_gradients,
     compare_values,
@@ -27,24 +30,26 @@ from lightning_3d.tensor.recorded.replay import (
     tensors_of,
 )
 from lightning_3d.tensor.recorded.signature import Key, digest, rewrapped, signature
-from lightning_3d.tensor.recorded.source import function_of
+from lightning_3d.tensor.recorded.source import Function, function_of
 from lightning_3d.tensor.recorded.tape import Refused, Tape
 from lightning_3d.tensor.recorded.watch import PythonCode
 
 MAX_PROGRAMS = 8
 """Kinds of calls a block gets programs for."""
+MAX_KINDS = 32
+"""Kinds of calls it remembers."""
 MAX_REFUSALS = 3
 """Attempts to record one kind of call."""
 
-Compiler = Callable[[Tape], Callable[..., Any]]
-"""Makes a function of a tape in place of `function_of`; raises `Refused` where it cannot."""
+Compiler = Callable[[Function], Function]
+"""`torch.compile` as the user called it."""
 
 
 @dataclass
 class Program:
     """A proved program of one kind of call."""
 
-    function: Callable[..., Any]
+    function: Function
     slots: list[tuple[dict[str, Any], str]]
     guards: Guards
     tape: Tape
@@ -96,7 +101,7 @@ class RecordedBlock:
 
     def _by_rules(self, key: Key, args: Any, kwargs: Any) -> Any:
         kind = self._met.get(key)
-        if kind is None and len(self._met) < 4 * MAX_PROGRAMS:
+        if kind is None and len(self._met) < MAX_KINDS:
             kind = self._met[key] = digest(key)
         if kind not in self.chosen or torch._C._current_graph_task_id() != -1:  # -1: no backward is running
             return self.forward(*args, **kwargs)
@@ -105,7 +110,7 @@ class RecordedBlock:
 
     # -- between steps
     def begin(self) -> list[tuple[str, str]]:
-        """Between two steps: use what was recorded, say which kinds of calls of the last step could be recorded.
+        """Between two steps: use what was recorded, say which kinds of calls that were met could be recorded.
 
         Programs never change between a forward and its recomputation by a checkpoint.
 
@@ -116,12 +121,11 @@ class RecordedBlock:
             self._programs.setdefault(key, []).insert(0, program)
         self._waiting.clear()
         self.chosen.clear()
-        met, self._met = self._met, {}
         if len(self.programs) >= MAX_PROGRAMS:
             return []
         return [
             (self.name, kind)
-            for key, kind in met.items()
+            for key, kind in self._met.items()
             if self.refusals.get(kind, ("", 0))[1] < MAX_REFUSALS
             and not any(p.guards.hold() for p in self._programs.get(key, ()))
         ]
@@ -132,7 +136,10 @@ class RecordedBlock:
         return [program for found in self._programs.values() for program in found]
 
     def _refuse(self, kind: str, why: str) -> None:
-        self.refusals[kind] = (why, self.refusals.get(kind, ("", 0))[1] + 1)
+        count = self.refusals.get(kind, ("", 0))[1] + 1
+        self.refusals[kind] = (why, count)
+        if self.compiler is not None and count == MAX_REFUSALS and self.group.rank == 0:
+            warn_uncompiled(self.name, why)
 
     # -- recording
     def _record(self, key: Key, kind: str, args: Any, kwargs: Any) -> Any:
@@ -140,10 +147,15 @@ class RecordedBlock:
 
         Collectives: those of the call, a few votes of 8 bytes, and those of two replays, forward and backward.
         """
-        attempt = _Attempt(self.block, self.group, self.compiler)
-        output = attempt.call(self.forward, rewrapped(args), rewrapped(kwargs))
-        with self.group.comm.ledger.during("recording"), hidden_from_checkpoints():
-            program = attempt.proved(output)
+        attempt = _Attempt(self.name, self.block, self.group, self.compiler)
+        # the graph of the call must end at its own parameters: they enter alone, in the call and in the replays
+        together, self.group.shared_entries = self.group.shared_entries, SharedEntries()
+        try:
+            output = attempt.call(self.forward, rewrapped(args), rewrapped(kwargs))
+            with self.group.comm.ledger.during("recording"), hidden_from_checkpoints():
+                program = attempt.proved(output)
+        finally:
+            self.group.shared_entries = together
         if program is None:
             self._refuse(kind, attempt.why or "another rank could not record it")
         else:
@@ -154,8 +166,8 @@ class RecordedBlock:
 class _Attempt:
     """One recorded call and its proof."""
 
-    def __init__(self, block: nn.Module, group: TensorGroup, compiler: Compiler | None) -> None:
-        self.block, self.group, self.compiler = block, group, compiler
+    def __init__(self, name: str, block: nn.Module, group: TensorGroup, compiler: Compiler | None) -> None:
+        self.name, self.block, self.group, self.compiler = name, block, group, compiler
         self.device = device_of(block)
         self.why: str | None = None
         self._python = PythonCode()
@@ -205,22 +217,52 @@ class _Attempt:
         gradients = self._try(exact.gradients)
         if not self._vote("equal", ""):
             return None
-        function = self._try(lambda: self._function(tape))
-        if not self._vote("simplified", "") or function is None:
-            return None
-        simple = self._try(lambda: self._moment.again(function, tape.slots))
-        if not self._vote("replayed", "") or simple is None:
-            return None
-        self._try(lambda: compare_values(recorded, simple))
-        found = self._try(simple.gradients)
-        self._try(lambda: compare_gradients(gradients or [], found or []))
-        if not self._vote("proved", ""):
+        function = self._compiled(tape, exact, gradients) if self.compiler is not None else None
+        function = function or self._checked(lambda: function_of(simplified(tape)), tape, exact, gradients)
+        if function is None:
             return None
         guards = Guards(self.block, self._python.globals_read())
         return Program(function, [(s.where, s.key) for s in tape.slots], guards, tape)
 
-    def _function(self, tape: Tape) -> Callable[..., Any]:
-        return function_of(simplified(tape)) if self.compiler is None else self.compiler(tape)
+    def _compiled(self, tape: Tape, exact: Replay, gradients: Any) -> Function | None:
+        """The compiled program, or None: with a warning, and as if nobody had asked for it."""
+        found = self._try(lambda: translated(tape))
+        plain = None
+        if self._vote("translated", "") and found is not None:
+            flat, output = found
+            inner = function_of(flat)
+            plain = self._checked(lambda: assembled(inner, flat, output), tape, exact, gradients)
+        function = None
+        if plain is not None:
+            assert self.compiler is not None
+            compiled = Fallback(self._try(lambda: self.compiler(inner)), inner, self.name)  # type: ignore[misc]
+            function = self._checked(lambda: assembled(compiled, flat, output), tape, exact, gradients, close)
+            compiled.in_use = True
+        if function is None:
+            if self.group.rank == 0:
+                warn_uncompiled(self.name, self.why or "another rank could not compile it")
+            self.why = None
+        return function
+
+    def _checked(
+        self,
+        make: Callable[[], Function],
+        tape: Tape,
+        exact: Replay,
+        gradients: Any,
+        compare: Callable[[Replay, Replay], None] = compare_values,
+    ) -> Function | None:
+        """A function that is proved to give what the tape gives; the same answer on all ranks."""
+        function = self._try(make)
+        if not self._vote("made", "") or function is None:
+            return None
+        replay = self._try(lambda: self._moment.again(function, tape.slots, watched=compare is compare_values))
+        if not self._vote("replayed", "") or replay is None:
+            return None
+        self._try(lambda: compare(exact, replay))
+        found = self._try(replay.gradients)
+        self._try(lambda: compare_gradients(gradients or [], found or [], compare is compare_values))
+        return function if self._vote("proved", "") else None
 
     def _tape(self, output: Any) -> Tape:
         recorder = self._recorder

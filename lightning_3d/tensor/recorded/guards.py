@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Guards:
     def __init__(self, block: nn.Module, globals_read: list[tuple[dict[str, Any], str, Any]]) -> None:
         modules = list(block.modules())
         self._own = block.__dict__
-        self._own_keys = [k for k in self._own if k not in _EXCHANGED]
+        self._own_values = itemgetter(*(k for k in self._own if k not in _EXCHANGED))
         inner = [m.__dict__ for m in modules[1:]]
         owned = [d for m in modules for d in (m.__dict__[k] for k in _OWN) if d]
         self._dicts: list[dict[Any, Any]] = inner + owned
@@ -92,7 +92,7 @@ class Guards:
         own = self._own
         return (
             tuple(chain.from_iterable(map(dict.values, self._dicts))),
-            [own.get(k) for k in self._own_keys],
+            self._own_values(own),
             list(map(_flags, self._tensors)),
             list(map(tuple, self._sequences)),
             list(map(frozenset, self._sets)),

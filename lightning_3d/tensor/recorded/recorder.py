@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -115,10 +115,11 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        if any(type(a) is sharded.ShardedTensor for a in tree_leaves((args, kwargs))):
-            with self:
-                return sharded.call(func, args, kwargs)
         name = name_of(func)
+        if any(type(a) is sharded.ShardedTensor for a in tree_leaves((args, kwargs))):
+            shapes = func.__self__.__name__ in operations.ATTRIBUTES if name == "__get__" else name in operations.SHAPES
+            with nullcontext() if shapes else self:
+                return sharded.call(func, args, kwargs)
         if name in ("__get__", "__set__", "__delete__"):
             return self._attribute(func, name, args, kwargs)
         if name in operations.SHAPES or name in operations.MODES:

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.layers import VocabParallelEmbedding
 from lightning_3d.tensor.recorded.agreement import common, is_meeting
 from lightning_3d.tensor.recorded.block import RecordedBlock
+from lightning_3d.tensor.recorded.eager import compiled_modules, compilers
 
 _NOTHING: Any = object()
 
@@ -35,7 +37,11 @@ class Recording:
 
     def __init__(self, module: nn.Module, group: TensorGroup) -> None:
         self.group = group
-        self.blocks = {name: RecordedBlock(name, block, group) for name, block in recordable(module).items()}
+        compiler = compilers(module)
+        self.blocks = {
+            name: RecordedBlock(name, block, group, compiler.get(id(block)))
+            for name, block in recordable(module).items()
+        }
         self.step = 0
         self._open = 0
 
@@ -73,7 +79,9 @@ class Recording:
         self.step += 1
         mine = [c for block in self.blocks.values() for c in block.begin()]
         if is_meeting(self.step):
-            for name, kind in common(mine, self.group.comm):
+            with self.group.comm.ledger.during("recording"):
+                chosen = common(mine, self.group.comm)
+            for name, kind in chosen:
                 self.blocks[name].chosen.add(kind)
 
     def explain(self) -> str:
@@ -89,15 +97,18 @@ class Recording:
 
 
 def recordable(module: nn.Module) -> dict[str, nn.Module]:
-    """What is worth recording: repeated blocks (equal elements of lists), and embeddings cut over the tokens."""
-    found: dict[int, tuple[str, nn.Module]] = {}
+    """What is worth recording, by path.
+
+    Repeated blocks (equal elements of lists), embeddings cut over the tokens, and what the user compiled.
+    """
+    found = {path: child for path, child in compiled_modules(module).items() if child is not module}
     for path, child in module.named_modules():
         if isinstance(child, VocabParallelEmbedding) and child.tensor_group is not None:
-            found.setdefault(id(child), (path, child))
-        if not isinstance(child, (nn.ModuleList, nn.Sequential)):
-            continue
-        kinds = {(type(c), tuple((n, tuple(p.shape)) for n, p in c.named_parameters())) for c in child}
-        if len(child) > 1 and len(kinds) == 1 and any(child[0].children()):
-            for index, block in enumerate(child):
-                found.setdefault(id(block), (f"{path}.{index}" if path else str(index), block))
-    return dict(found.values())
+            found[path] = child
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+            blocks = {f"{path}.{i}".lstrip("."): block for i, block in enumerate(child)}
+            kinds = {(type(b), tuple((n, tuple(p.shape)) for n, p in b.named_parameters())) for b in blocks.values()}
+            if len(kinds) == 1 and any(child[0].children()):
+                found.update((p, b) for p, b in blocks.items() if not isinstance(b, OptimizedModule))
+    once: dict[int, str] = {}
+    return {path: block for path, block in found.items() if once.setdefault(id(block), path) == path}

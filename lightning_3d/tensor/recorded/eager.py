@@ -1,0 +1,100 @@
+"""WHAT did the user compile?  Modules under `torch.compile` run eagerly once they are planned; how they were is kept.
+
+A compiler cannot follow tensors that show another shape than they have. So a module that was compiled
+(`torch.compile(block)`, `block.compile()`) is called eagerly from the moment it is planned, and what its user asked for
+(backend, mode, options) is applied to the recorded program instead (compiled.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext
+
+_KEPT = "compiled_by_user"
+Function = Callable[..., Any]
+
+
+class UserCompiler:
+    """What the user asked of `torch.compile` for one module; applies it to other functions.
+
+    Args:
+        context: Torch's own object behind a compiled module, with backend, mode and options in it.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserCompiler:
+        return self
+
+    def __call__(self, function: Function) -> Function:
+        compiled: Function = self.context(function)
+        return compiled
+
+
+class EagerModule(OptimizedModule):
+    """What `torch.compile(module)` gave, once it is planned: calls the module itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _eager, (self._orig_mod, self.__dict__[_KEPT])
+
+
+def _eager(original: nn.Module, compiler: UserCompiler) -> OptimizedModule:
+    """A copy of an `EagerModule`."""
+    module = OptimizedModule(original, compiler.context)
+    run_eagerly(module)
+    return module
+
+
+def run_eagerly(module: nn.Module) -> None:
+    """Let all compiled modules inside run uncompiled from now on, and remember how they were compiled."""
+    for child in module.modules():
+        if isinstance(child, OptimizedModule):
+            if _KEPT not in child.__dict__:
+                child.__dict__[_KEPT] = UserCompiler(child.dynamo_ctx)
+                child.__dict__.pop("forward", None)
+                object.__setattr__(child, "__class__", EagerModule)
+        elif child.__dict__.get("_compiled_call_impl") is not None:
+            context = _context_of(child.__dict__["_compiled_call_impl"])
+            child.__dict__[_KEPT] = None if context is None else UserCompiler(context)
+            child.__dict__["_compiled_call_impl"] = None
+
+
+def _context_of(compiled: Any) -> Any:
+    """The torch object that made a compiled function, which it keeps in its closure."""
+    for cell in getattr(compiled, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, _TorchDynamoContext):
+            return cell.cell_contents
+    return None
+
+
+def compilers(module: nn.Module) -> dict[int, UserCompiler | None]:
+    """`id(module)` -> the compiler of a module that was compiled, itself or as part of a larger one."""
+    found: dict[int, UserCompiler | None] = {}
+
+    def visit(current: nn.Module, compiler: UserCompiler | None, inside: bool) -> None:
+        if _KEPT in current.__dict__:
+            compiler, inside = current.__dict__[_KEPT], True
+        if inside:
+            found.setdefault(id(current), compiler)
+        for child in current.children():
+            visit(child, compiler, inside)
+
+    visit(module, None, False)
+    return found
+
+
+def compiled_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Path -> module (the original one) of everything the user compiled as a whole."""
+    found = {}
+    for path, child in module.named_modules():
+        if _KEPT in child.__dict__:
+            inner = isinstance(child, OptimizedModule)
+            found[f"{path}._orig_mod".lstrip(".") if inner else path] = child._orig_mod if inner else child
+    return found
