@@ -20,8 +20,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -235,10 +238,10 @@ def markdown(results: Sequence[Architecture]) -> str:
                 "# Tensor parallelism: every causal language model of transformers",
                 "Written by `benchmarks/tensor_sweep.py`. Each architecture is built from its configuration class with "
                 "tiny sizes and random weights, planned without any hint, and proved: loss and the gradient of every "
-                f"parameter against one process, in float64; exact means within {EXACT:.0e}. *Share* is the part of the "
-                "parameters the step uses that is divided over the ranks, *gathers* counts operations without a sharded form that made "
-                "a rank gather (right, but slow). Norms, routers and small tables stay whole; in a tiny model they weigh "
-                "more than in a real one.",
+                f"parameter against one process, in float64; exact means within {EXACT:.0e}. *Share* is the part of "
+                "the parameters the step uses that is divided over the ranks; *gathers* counts operations without a "
+                "sharded form that made a rank gather (right, but slow). Norms, routers and small tables stay whole; "
+                "a tiny model they weigh more than in a real one.",
                 "\n".join(f"- {line}" for line in summary(results, SIZES)),
                 head + "\n" + body,
                 f"## Below {GOOD:.0%} at tp={SIZES[0]}\n\nThe largest parameters that stay whole, and why.",
@@ -249,17 +252,18 @@ def markdown(results: Sequence[Architecture]) -> str:
     )
 
 
-def sweep(names: Sequence[str], each: Callable[[str], Architecture]) -> list[Architecture]:
+def sweep(names: Sequence[str], each: Callable[[str], Architecture], jobs: int) -> list[Architecture]:
     """All of them, under a progress bar, a line each as they come."""
     console = Console(stderr=True)
     parts = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     results = []
-    with Progress(*parts, console=console, disable=not console.is_terminal) as bar:
+    workers = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+    with Progress(*parts, console=console, disable=not console.is_terminal) as bar, workers as pool:
         task = bar.add_task("", total=len(names))
-        for name in names:
-            bar.update(task, description=name)
-            results.append(each(name))
-            console.print("  ".join(cells(results[-1])), highlight=False, soft_wrap=True)
+        for found in pool.map(each, names):
+            bar.update(task, description=found.name)
+            results.append(found)
+            console.print("  ".join(cells(found)), highlight=False, soft_wrap=True)
             bar.advance(task)
     return results
 
@@ -269,6 +273,7 @@ def main() -> int:
     parser.add_argument("--only", help="architectures, separated by commas")
     parser.add_argument("--limit", type=int, default=60, help="seconds of CPU for each plan and proof")
     parser.add_argument("--sizes", default="2,4", help="numbers of tensor-parallel ranks")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--no-write", action="store_true", help="do not write the page")
     parser.add_argument("--plans", action="store_true", help="print every plan")
     parser.add_argument("--trace", action="store_true", help="print tracebacks")
@@ -276,7 +281,8 @@ def main() -> int:
     options = parser.parse_args()
     names = options.only.split(",") if options.only else NAMES
     sizes = [int(n) for n in options.sizes.split(",")]
-    results = sweep(names, lambda name: sweep_one(name, sizes, options.limit, options.plans, options.trace))
+    each = partial(sweep_one, sizes=sizes, limit=options.limit, plans=options.plans, trace=options.trace)
+    results = sweep(names, each, options.jobs)
     rows = [cells(r) for r in results]
     show(plain_table("tensor parallelism, every causal LM", COLUMNS, rows, right=COLUMNS[1:-1], wrap=COLUMNS[-1:]))
     show(*summary(results, sizes))

@@ -1,4 +1,4 @@
-"""WHAT does the sweep build?  Tiny random models of every causal language model architecture, from its own config class."""
+"""WHAT does the sweep build?  Tiny random models of every causal language model, from its own config class."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
     # state spaces
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
+    # linear attention, indexers of sparse attention
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "index_n_heads"), _HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "index_head_dim"), 16),
+    "index_topk": 8,
     # behaviour
     "sliding_window": 8,
     "is_decoder": True,
@@ -71,7 +75,7 @@ _GEMMA4 = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_inpu
 _ALL_LAYERS = {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2}
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"]},
+    "cohere_compass_text": {"layer_types": ["full_attention", "full_attention"]},
     "dbrx": _DBRX,
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma3n_text": _GEMMA3N,
@@ -91,7 +95,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_decoder_attention_heads": 4,
     },
     "reformer": {
-        "attn_layers": ["local", "lsh"],
+        "attn_layers": ["local", "local"],  # the other kind draws its own seed for every hash
         "axial_pos_embds": False,
         "attention_head_size": 16,
         "feed_forward_size": _INNER,
@@ -99,9 +103,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 4,
         "num_buckets": 4,
     },
+    "rembert": {"output_embedding_size": _WIDTH, "input_embedding_size": _WIDTH},
     "xlnet": {"d_inner": _INNER, "max_position_embeddings": ...},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "n_mamba_heads": 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_ngroups": 4, "chunk_size": 8},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
 }
@@ -113,7 +118,7 @@ def tiny_config(config_class: Any, special: dict[str, Any]) -> Any:
     known = config_class()
     names = {f for c in config_class.__mro__ for f in getattr(c, "__dataclass_fields__", ())} | set(known.attribute_map)
     settings: dict[str, Any] = {k: v for k, v in SIZES.items() if k in names}
-    for name, inner in getattr(config_class, "sub_configs", {}).items():
+    for name in getattr(config_class, "sub_configs", {}):
         value = getattr(known, name, None)
         if value is not None and type(value).__name__ != "PreTrainedConfig":
             settings[name] = tiny_config(type(value), special.get(name, {}))

@@ -7,6 +7,7 @@ What the rules cannot carry raises `Refuted`; the search (search.py) then change
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
@@ -22,11 +23,21 @@ from lightning_3d.tensor.decisions import Decision
 from lightning_3d.tensor.facts import Facts
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.operands import along_sequence, tensors_in
-from lightning_3d.tensor.placement import Placement
-from lightning_3d.tensor.registry import Args, Kwargs
+from lightning_3d.tensor.placement import NoRule, Placement
+from lightning_3d.tensor.registry import Args, Kwargs, bind
 from lightning_3d.tensor.resolve import reentered
+from lightning_3d.tensor.rules_convolution import grouped_placement
 from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources
-from lightning_3d.tensor.weights import WEIGHT_OPS, base_parameter, dim_in_base, einsum_with_weight, grouped_mm
+from lightning_3d.tensor.weights import (
+    CONVOLUTIONS,
+    WEIGHT_OPS,
+    base_parameter,
+    dim_in_base,
+    einsum_with_weight,
+    feature_dim,
+    grouped_mm,
+    groups_of,
+)
 
 _SPLITS = frozenset(("view", "reshape", "unflatten"))
 _LOSSES = frozenset(("cross_entropy", "nll_loss"))
@@ -140,6 +151,8 @@ class Follow(TorchFunctionMode):
             self._decide_embedding(args, kwargs)
         elif name == "einsum":
             self._decide_einsum(args)
+        elif groups_of(name, args, kwargs) > 1:
+            self._decide_groups(args, kwargs)
         elif name in WEIGHT_OPS:
             self._decide(name, args, kwargs)
             self._decide_bias(name, args, kwargs)
@@ -263,7 +276,7 @@ class Follow(TorchFunctionMode):
             self.decisions[key] = Decision("replicated", None, "reaches the matmul through a view that is not followed")
             return
         if is_sharded(x) and not along_sequence(x):
-            self._meets_cut(key, x, inner, before)
+            self._meets_cut(key, x, feature_dim(name, x, weight), inner, before)
         elif before is not None:
             return
         elif self.facts.demands.get(key) == "row":
@@ -303,14 +316,28 @@ class Follow(TorchFunctionMode):
             best = next((d for d in outputs if weight.shape[d] % self.group.size == 0), outputs[0])
             self.decisions[key] = self._meets_whole(key, weight.shape[best], best, head=False)
 
-    def _meets_cut(self, key: str, x: ShardedTensor, inner: int, before: Decision | None) -> None:
+    def _decide_groups(self, args: Args, kwargs: Kwargs) -> None:
+        """The weight and the bias of a grouped (depthwise) convolution are cut as the channels they meet."""
+        given: dict[str, Any] = bind(("input", "weight", "bias"), args[:3], kwargs)
+        x, weight, bias = given["input"], given["weight"], given.get("bias")
+        if not isinstance(x, ShardedTensor) or x.placement.dim != feature_dim("conv1d", x, weight):
+            return
+        with contextlib.suppress(NoRule):
+            cut = grouped_placement(x, weight, groups_of("conv1d", args, kwargs))
+            for parameter in (weight, bias):
+                key = self.names.get(id(parameter))
+                if key is not None and key not in self.decisions | self.beliefs.replicated | self.facts.demands:
+                    of = ", ".join(sorted(x.sources))
+                    self.decisions[key] = Decision("column", cut, f"its groups meet the cut output of {of}")
+
+    def _meets_cut(self, key: str, x: ShardedTensor, features: int, inner: int, before: Decision | None) -> None:
         """A weight on a cut input: row-parallel if the cut is along the contraction."""
         cut, demand = x.placement, self.facts.demands.get(key)
         if demand in ("column", "vocab"):
             raise Refuted(x.sources, f"{key} is demanded as {demand!r}, and its input must be whole")
         if cut.copies > 1:
             raise Refuted(x.sources, f"{key} would contract over a dim of which {cut.copies} ranks hold copies")
-        if cut.dim == x.ndim - 1 and not cut.padding:
+        if cut.dim == features and not cut.padding:
             self.used.update((source, key) for source in x.sources)
             if before is None:
                 self.decisions[key] = Decision("row", cut.at(inner), _reads(x.sources))
@@ -346,7 +373,7 @@ class Follow(TorchFunctionMode):
 
     def _decide_bias(self, name: str, args: Args, kwargs: Kwargs) -> None:
         """The bias of a column layer is cut like the outputs."""
-        if name == "linear":
+        if name == "linear" or name in CONVOLUTIONS:
             weight, bias = args[1] if len(args) > 1 else kwargs.get("weight"), None
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
         elif name == "addmm":

@@ -73,12 +73,14 @@ def _commutes_with_picking(function: type, rest: Args, device: torch.device, dty
     x, weight = (torch.randn(6, 10, dtype=dtype, generator=generator).to(device) for _ in range(2))
     rows, columns = torch.randperm(6, generator=generator), torch.randperm(10, generator=generator)
     y, dx = _value_and_gradient(function, x, rest, weight)
-    if y.shape != x.shape:
+    # a square root is not a number for half of them; what is left must be evidence enough
+    if y.shape != x.shape or (y.isfinite() & dx.isfinite()).sum() < x.numel() // 3:
         return False
     for i, j in ((rows[:3], columns[:4]), (rows[3:4], columns[:7]), (rows, columns[9:])):
         i, j = i.to(device), j.to(device)
         part, dpart = _value_and_gradient(function, x[i][:, j], rest, weight[i][:, j])
-        if not (torch.allclose(part, y[i][:, j]) and torch.allclose(dpart, dx[i][:, j])):
+        alike = torch.allclose(part, y[i][:, j], equal_nan=True)
+        if not (alike and torch.allclose(dpart, dx[i][:, j], equal_nan=True)):
             return False
     return True
 

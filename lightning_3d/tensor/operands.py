@@ -61,7 +61,8 @@ def localize(x: Tensor, from_right: int, cut: Placement, group: TensorGroup) -> 
     if type(x) is ShardedTensor:
         return x.local if x.placement.copies == cut.copies else finer(x).local
     if x.ndim >= -from_right and x.shape[from_right] == cut.length and cut.length != 1:
-        if group.on_gather is not None and from_right == -1 and x.requires_grad and not _from_parameter(x):
+        stream = from_right == -1 and x.requires_grad and x.ndim > 1 and not _from_parameter(x)
+        if group.on_gather is not None and stream:
             # legal, but a bad plan: the residual stream would become cut along the features
             raise NoRule("it is combined with a whole activation along the features (a residual stream)", partner=x)
         return take(x, cut.at(x.ndim + from_right), group)

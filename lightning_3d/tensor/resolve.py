@@ -24,6 +24,10 @@ ELEMENTWISE: frozenset[str] = frozenset(
         contiguous isnan isinf isfinite nan_to_num sign round floor ceil trunc frac zeros_like ones_like empty_like
         full_like requires_grad_ remainder fmod positive atan2 threshold hardshrink softshrink alias copy fill zero
         cpu cuda int long bool logit sinc xlogy hypot conj real imag isclose heaviside copysign logaddexp nan_to_num
+        subtract multiply divide negative absolute greater greater_equal less less_equal not_equal fix acos asin acosh
+        arccos arcsin arctan arccosh arcsinh arctanh arctan2 logaddexp2 float_power sgn signbit angle deg2rad rad2deg
+        lgamma digamma i0 conj_physical resolve_conj ldexp special_erf special_erfc special_expit special_logit
+        special_log1p special_exp2 special_expm1 special_xlogy bitwise_left_shift bitwise_right_shift
         """
     )
 )

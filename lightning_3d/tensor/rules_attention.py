@@ -63,7 +63,8 @@ def _key_value(x: Tensor, query: ShardedTensor, from_right: int, gqa: bool) -> T
             return _own_heads(x, query, from_right, gqa)
         dealt_alike = tuple(n * repeats for n in x.placement.segments) == cut.segments
         if not dealt_alike or (repeats != 1 and not (gqa and from_right == -3)):
-            raise NoRule("query heads and key/value heads are dealt to the ranks differently")
+            hints = [x.placement.segments, cut.segments]
+            raise NoRule("query heads and key/value heads are dealt to the ranks differently", hints, kind="layout")
         return x.local
     if count == heads:
         return take(x, cut.at(x.ndim + from_right), group)

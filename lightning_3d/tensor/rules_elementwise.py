@@ -14,7 +14,14 @@ from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_source
 
 # Padding rows are zero. An operation whose slope at zero is not finite would turn their zero gradient into NaN, which a
 # later matmul spreads; then gather instead (gathering drops the padding).
-_UNSAFE_AT_ZERO = frozenset(words("log log2 log10 sqrt rsqrt reciprocal pow rpow logit xlogy atan2 hypot erfinv"))
+_UNSAFE_AT_ZERO = frozenset(
+    words(
+        """
+        log log2 log10 sqrt rsqrt reciprocal pow rpow float_power logit xlogy atan2 arctan2 hypot erfinv lgamma digamma
+        acosh arccosh special_logit special_xlogy
+        """
+    )
+)
 _DIVISIONS = frozenset(words("div true_divide truediv rtruediv rdiv divide floor_divide fmod remainder addcdiv"))
 
 

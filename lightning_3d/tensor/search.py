@@ -135,9 +135,23 @@ class Search:
             blamed = frozenset(k for k in pair if self.follow.decisions[k].kind == "column")
         elif len(groups) > 1:  # operands disagree: give up the cheapest first (key/value heads before the query)
             free = [g for g in groups if not g & self.facts.demands.keys()] or list(groups)
-            blamed = min(free, key=lambda g: sum(map(self.facts.elements, g)))
+            curable = [g for g in free if any(self._untried(k, why, guesses=False) for k in self._culprit(g))]
+            blamed = min(curable or free, key=lambda g: sum(map(self.facts.elements, g)))
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
         raise Refuted(self._culprit(blamed), f"{name} of {shapes}: {why}", why.hints, why.kind, why.heads)
+
+    def _untried(self, key: str, why: NoRule | Refuted, guesses: bool) -> list[tuple[int, ...]]:
+        """Segmentations of a column weight that hints (or guesses: thirds, halves) suggest and that were not tried."""
+        decision = self.follow.decisions.get(key)
+        if why.kind != "layout" or decision is None or decision.placement is None or decision.kind != "column":
+            return []
+        n, size = decision.placement.length, self.group.size
+        # heads that cannot be dealt: cutting each of them would cost a sum over all attention scores
+        fitted = _fitted if why.heads is None else _only_whole
+        found = [segments for hint in why.hints for segments in fitted(hint, decision.placement.segments)]
+        found += [(n // 3,) * 3, (n // 2,) * 2] if guesses else []
+        known = [(n,), *self.tried.get(key, [])]
+        return [s for s in found if sum(s) == n and all(k and k % size == 0 for k in s) and s not in known]
 
     def _on_whole(self, cut: ShardedTensor, gathered: Tensor) -> None:
         self.delivered |= cut.sources
@@ -208,7 +222,7 @@ class Search:
         """Another segmentation of the blamed weights, else they stay whole."""
         for key in refuted.keys:
             decision = self.follow.decisions.get(key)
-            segments = self._other_segments(key, decision, refuted)
+            others = self._untried(key, refuted, guesses=True)
             self.history.setdefault(key, []).append(refuted.reason)
             if refuted.heads is not None:
                 self.heads_of[key] = refuted.heads
@@ -217,9 +231,9 @@ class Search:
                 self.beliefs.copies[key] = copies
                 self.beliefs.segments.pop(key, None)
                 continue
-            if segments is not None:
-                self.tried.setdefault(key, []).append(segments)
-                self.beliefs.segments[key] = segments
+            if others:
+                self.tried.setdefault(key, []).append(others[0])
+                self.beliefs.segments[key] = others[0]
                 continue
             demand = self.facts.demands.get(key)
             if demand not in (None, "replicate"):
@@ -242,16 +256,6 @@ class Search:
             return None
         self.shared.add(key)
         return size // groups
-
-    def _other_segments(self, key: str, decision: Decision | None, refuted: Refuted) -> tuple[int, ...] | None:
-        if refuted.kind != "layout" or decision is None or decision.placement is None or decision.kind != "column":
-            return None
-        n, size = decision.placement.length, self.group.size
-        for segments in [*refuted.hints, (n // 3,) * 3, (n // 2,) * 2]:
-            fits = sum(segments) == n and all(s and s % size == 0 for s in segments)
-            if fits and segments != (n,) and segments not in self.tried.get(key, []):
-                return segments
-        return None
 
     # ------------------------------------------------------------ result
     def _plan(self) -> TensorPlan:
@@ -285,6 +289,24 @@ class Search:
             target = self.follow.used.get(key)
             reason = f"feeds {target}" if target else "logits stay cut"
         return Decision(decision.kind, decision.placement, _plain(reason), heads)
+
+
+def _fitted(hint: tuple[int, ...], segments: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """What a hint about (a part of) an activation means for the weight that made it, which is cut in `segments`.
+
+    The activation may be the whole output; a view of it in larger units (heads); or one of its segments.
+    """
+    total, whole = sum(hint), sum(segments)
+    if not total:
+        return []
+    if total == whole:
+        return [hint]
+    within = [(*segments[:i], *hint, *segments[i + 1 :]) for i, n in enumerate(segments) if n == total]
+    return within + ([tuple(n * (whole // total) for n in hint)] if whole % total == 0 else [])
+
+
+def _only_whole(hint: tuple[int, ...], segments: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [hint] if sum(hint) == sum(segments) else []
 
 
 def _no_end(keys: Iterable[str], reason: str) -> TensorPlanError:

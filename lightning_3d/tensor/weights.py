@@ -23,6 +23,20 @@ WEIGHT_OPS: dict[str, tuple[int, int, int]] = {
 }
 """Operation -> (position of the weight, its output dim, its contraction dim)."""
 
+CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
+WEIGHT_OPS.update(dict.fromkeys(CONVOLUTIONS, (1, 0, 1)))
+
+
+def feature_dim(name: str, x: Tensor, weight: Tensor) -> int:
+    """The dim of the input that is contracted with the weight."""
+    return x.ndim - weight.ndim + 1 if name in CONVOLUTIONS else x.ndim - 1
+
+
+def groups_of(name: str, args: Args, kwargs: Kwargs) -> int:
+    """In how many groups, each with its own inputs and outputs, a convolution is done."""
+    groups: int = (args[6] if len(args) > 6 else kwargs.get("groups", 1)) if name in CONVOLUTIONS else 1
+    return groups
+
 
 def base_parameter(x: Any) -> nn.Parameter | None:
     """The parameter that `x` is, or is a view of."""
