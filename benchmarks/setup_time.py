@@ -121,10 +121,10 @@ def run(smoke: bool, progress: Progress) -> Result:
     models: list[tuple[str, Callable[[int], L.LightningModule], int, int]] = [
         ("examples/train_gpt.py", example_gpt, small, 2),
         ("Hugging Face Llama, width 128", llama, small, 2),
-        ("GPT-2 small, meta device", gpt2_small, 2 if smoke else 12, 2),
-        ("Llama-3-8B, meta device", partial(llama3, width=4096, inner=14336, heads=32), 2 if smoke else 32, 8),
-        ("Llama-3-8B, meta device", partial(llama3, width=4096, inner=14336, heads=32), 2 if smoke else 32, 16),
-        ("Llama-3-70B, meta device", partial(llama3, width=8192, inner=28672, heads=64), 2 if smoke else 80, 8),
+        ("GPT-2 small, meta", gpt2_small, 2 if smoke else 12, 2),
+        ("Llama-3-8B, meta", partial(llama3, width=4096, inner=14336, heads=32), 2 if smoke else 32, 8),
+        ("Llama-3-8B, meta", partial(llama3, width=4096, inner=14336, heads=32), 2 if smoke else 32, 16),
+        ("Llama-3-70B, meta", partial(llama3, width=8192, inner=28672, heads=64), 2 if smoke else 80, 8),
     ]
     rows, data = [], {}
     for name, build, layers, tp in models:
@@ -133,8 +133,9 @@ def run(smoke: bool, progress: Progress) -> Result:
         (runs,) = run_distributed(repeated, 1, partial(build, layers), tp, times, init_process_group=False, timeout=600)
         first, rest = runs[0], runs[1:] or runs
         middle = {key: median(r[key] for r in rest) for key in first}
-        seconds = [f"{middle[key]:.2f}" if key in middle else "-" for key in ("plan", "proof", "rewrite", "trace")]
-        counts = [str(layers), f"{middle['parameters'] / 1e6:,.1f}", str(tp)]
+        names = ("plan", "proof", "rewrite", "trace")
+        seconds = [f"{middle[key]:.2f}" if key in middle else "-" for key in names]
+        counts = [f"{middle['parameters'] / 1e6:,.1f} M", str(tp)]
         rows.append([name, *counts, *seconds, f"{first['plan']:.2f}", f"{middle['MB']:.0f}"])
         data[f"{name}, tp={tp}"] = {"layers": layers, "first": first, "median": middle}
     setting = (
@@ -144,6 +145,5 @@ def run(smoke: bool, progress: Progress) -> Result:
         "first time, which also pays for imports and rule look-ups and is shown for the plan. Memory: peak of the "
         "process after plan and proof, with torch and transformers."
     )
-    columns = ["model", "layers", "million parameters", "tp", "plan, s", "proof, s", "rewrite, s", "trace, s"]
-    columns += ["first plan, s", "MB"]
+    columns = ["model", "parameters", "tp", "plan, s", "proof, s", "rewrite, s", "trace, s", "first plan, s", "MB"]
     return Result("setup_time", setting, [Table("seconds of set-up", columns, rows)], data)

@@ -41,7 +41,7 @@ def test_data_parallel() -> None:
 
 def test_tensor_parallel() -> None:
     data = smoke(tensor_parallel).data
-    assert list(data) == ["64", "128"]
+    assert list(data) == ["64", "128", "192"]
     for width in data.values():
         agree({name: v for name, v in width.items() if name != "sizes"}, 1e-5)
 
