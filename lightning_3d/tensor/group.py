@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +69,8 @@ class TensorGroup:
         self.conversions = 0
         self.entries = 0
         self._warned: set[tuple[str, frozenset[str]]] = set()
+        self._number = next(_numbers)
+        _groups[self._number] = self
 
     def __repr__(self) -> str:
         return f"TensorGroup({self.comm!r}{', dry' if self.dry else ''})"
@@ -74,7 +79,7 @@ class TensorGroup:
         return self  # a copy of a model talks to the same ranks
 
     def __reduce__(self) -> Any:
-        raise TypeError("a tensor-parallel group belongs to its process and cannot be pickled; save a state_dict")
+        return _find, (os.getpid(), self._number, self.rank, self.size)
 
     def _shapes_only(self, tensor: Tensor) -> bool:
         return self.dry or isinstance(tensor, FakeTensor) or tensor.is_meta
@@ -120,6 +125,29 @@ class TensorGroup:
             self._warned.add(key)
             if self.rank == 0 and not self.dry:
                 warnings.warn(message, stacklevel=4)
+
+
+_numbers = itertools.count()
+_groups: weakref.WeakValueDictionary[int, TensorGroup] = weakref.WeakValueDictionary()
+
+
+def _find(process: int, number: int, rank: int, size: int) -> TensorGroup:
+    """What a pickled group becomes: itself in its own process, else one that only knows its place."""
+    group = _groups.get(number) if process == os.getpid() else None
+    return TensorGroup(_Elsewhere("tp", rank, size)) if group is None else group
+
+
+class _Elsewhere(Communicator):
+    """The ranks of another process: a module loaded here can be looked at, not run."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"this module holds the shards of tensor-parallel rank {self.rank} of {self.size} and was loaded in a "
+            "process where the other ranks are not. Save a checkpoint (trainer.save_checkpoint) and load it into a "
+            "whole module; `lightning-3d checkpoint export` makes one file of it."
+        )
+
+    all_reduce_start = all_gather = all_gather_start = reduce_scatter = reduce_scatter_start = broadcast = _refuse
 
 
 def as_group(group: TensorGroup | Communicator) -> TensorGroup:

@@ -40,6 +40,14 @@ def shard_parameter(parameter: nn.Parameter, cut: Placement, group: TensorGroup)
     parameter.data = shard
 
 
+def mark_parameters(module: nn.Module) -> None:
+    """Tell a copied (or loaded) module's parameters again that they are shards: copies of parameters forget it."""
+    for name, (cut, _) in (module.__dict__.get("tensor_cuts") or {}).items():
+        parameter: Any = module._parameters.get(name)
+        if parameter is not None and not hasattr(parameter, "placement") and not getattr(parameter, "is_absent", False):
+            parameter.placement, parameter.global_shape = cut, cut.global_shape(parameter.shape)
+
+
 def sharded_view(name: str) -> property:
     """A property that shows a module's parameter with its global shape."""
 
@@ -70,6 +78,10 @@ class _ParallelLayer(nn.Module):
 
     tensor_group: TensorGroup | None = None
     tensor_cuts: Cuts | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        mark_parameters(self)
 
     def _cut_by_hand(self, cuts: dict[str, Placement], group: TensorGroup) -> None:
         for name, cut in cuts.items():

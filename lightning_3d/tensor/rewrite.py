@@ -19,6 +19,7 @@ from lightning_3d.tensor.layers import (
     Cuts,
     RowParallelLinear,
     VocabParallelEmbedding,
+    mark_parameters,
     shard_parameter,
     sharded_view,
 )
@@ -103,13 +104,34 @@ def _adopt(module: nn.Module, cuts: Cuts, group: TensorGroup) -> None:
     if before in (nn.Linear, nn.Embedding) and parallel is not nn.Module:
         module.__class__ = parallel
         return
-    key = (before, parallel, tuple(sorted(cuts)))
+    module.__class__ = _cut_class(before, parallel, tuple(sorted(cuts)))
+
+
+def _cut_class(before: type[nn.Module], parallel: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of `before`, with its name, that shows the parameters `names` whole."""
+    key = (before, parallel, names)
     if key not in _classes:
-        bases = (before,) if parallel is nn.Module else (before, parallel)
-        body: dict[str, Any] = {name: sharded_view(name) for name in cuts}
+
+        def restore(self: nn.Module, state: dict[str, Any]) -> None:
+            before.__setstate__(self, state)
+            mark_parameters(self)
+
+        def reduce(self: nn.Module, protocol: Any) -> Any:
+            """Pickled by what it is made of: the class itself has no place in its module."""
+            return (_empty, key, *before.__reduce_ex__(self, protocol)[2:])
+
+        body: dict[str, Any] = {name: sharded_view(name) for name in names}
         body.update(__module__=before.__module__, __qualname__=before.__qualname__, __doc__=before.__doc__)
+        body.update(__setstate__=restore, __reduce_ex__=reduce)
+        bases = (before,) if parallel is nn.Module else (before, parallel)
         _classes[key] = type(before.__name__, bases, body)
-    module.__class__ = _classes[key]
+    return _classes[key]
+
+
+def _empty(before: type[nn.Module], parallel: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """An instance whose state is still to be set."""
+    made: nn.Module = object.__new__(_cut_class(before, parallel, names))
+    return made
 
 
 def _parallel_class(module: nn.Module, cuts: Cuts) -> type[nn.Module]:

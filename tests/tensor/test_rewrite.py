@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +14,6 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.probe import FakeParameters
 from lightning_3d.tensor import (
     ShardedTensor,
-    TensorGroup,
     ThreadCommunicator,
     dry_group,
     plan_tensor_parallel,
@@ -19,7 +21,7 @@ from lightning_3d.tensor import (
     run_simulated,
 )
 from lightning_3d.testing import relative_error
-from tests.tensor.models import MLP, Adapted, CrossAttention, NanoGPT, mean_square, next_token
+from tests.tensor.models import MLP, PLAIN, Adapted, CrossAttention, NanoGPT, mean_square, next_token
 
 
 def test_parameters_stay_the_same_objects() -> None:
@@ -167,6 +169,48 @@ def test_a_cut_model_can_be_probed() -> None:
     assert group.comm.ledger.total().calls == 0
 
 
-def test_a_group_cannot_be_pickled_by_accident() -> None:
-    with pytest.raises(TypeError, match="save a state_dict"):
-        copy.copy(TensorGroup(ThreadCommunicator.ring(1)[0])).__reduce__()
+@pytest.mark.parametrize("name", ["nanogpt", "encoder", "gated", "timm"])
+def test_copies_and_pickles_are_what_the_module_is(name: str) -> None:
+    """EMA by deepcopy, `torch.save(module)`: same classes, names, cuts and results."""
+    build, step, _ = PLAIN[name]
+
+    def body(comm: ThreadCommunicator) -> Any:
+        torch.manual_seed(0)
+        model = build()
+        rewrite(model, plan_tensor_parallel(model, step, 2), comm)
+        stored = io.BytesIO()
+        torch.save(model, stored)
+        stored.seek(0)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(stored, weights_only=False)]
+        own = dict(model.named_parameters())
+        loss = step(model)
+        for twin in twins:
+            assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+            found = dict(twin.named_parameters())
+            assert list(found) == list(own)
+            assert list(twin.state_dict()) == list(model.state_dict())
+            for key, parameter in found.items():
+                assert parameter is not own[key]
+                assert torch.equal(parameter, own[key])
+                assert getattr(parameter, "placement", None) == getattr(own[key], "placement", None)
+                assert getattr(parameter, "global_shape", None) == getattr(own[key], "global_shape", None)
+            assert torch.equal(step(twin), loss)
+        return True
+
+    assert all(run_simulated(2, body))
+
+
+def test_a_pickle_in_another_process_says_what_it_is() -> None:
+    def body(comm: ThreadCommunicator) -> bytes:
+        torch.manual_seed(0)
+        model = MLP()
+        rewrite(model, plan_tensor_parallel(model, mean_square, 2), comm)
+        return pickle.dumps(model)
+
+    data = run_simulated(2, body)[1]
+    gc.collect()  # the group is gone, as it is in another process
+    model = pickle.loads(data)
+    assert model.a.weight.shape == (128, 32)
+    assert "rank 1 of 2" in repr(model.a)
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*save_checkpoint"):
+        mean_square(model).backward()
