@@ -172,7 +172,7 @@ class ColumnParallelLinear(nn.Linear, _ParallelLayer):
         return ShardedTensor(y, cut.at(y.ndim - 1), group, source)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _describe(self)
+        return f"{super().extra_repr()}, {describe_cuts(self)}"
 
 
 class RowParallelLinear(nn.Linear, _ParallelLayer):
@@ -232,7 +232,7 @@ class RowParallelLinear(nn.Linear, _ParallelLayer):
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _describe(self)
+        return f"{super().extra_repr()}, {describe_cuts(self)}"
 
 
 class VocabParallelEmbedding(nn.Embedding, _ParallelLayer):
@@ -269,15 +269,22 @@ class VocabParallelEmbedding(nn.Embedding, _ParallelLayer):
             self._cut_by_hand({"weight": cut}, group)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _describe(self)
+        return f"{super().extra_repr()}, {describe_cuts(self)}"
 
 
 def _cut_alike(cuts: Cuts, weight: Placement) -> bool:
     return "bias" in cuts and cuts["bias"][0].like(weight)
 
 
-def _describe(module: _ParallelLayer) -> str:
-    if module.tensor_group is None or not module.tensor_cuts:
-        return ", not cut yet"
-    parts = "+".join(map(str, module.tensor_cuts["weight"][0].segments))
-    return f", rank {module.tensor_group.rank} of {module.tensor_group.size}, {parts}"
+def describe_cuts(module: nn.Module) -> str:
+    """How a module's parameters are cut, for its `repr`: `rank 0 of 2, weight 48+48 along dim 0`."""
+    group: TensorGroup | None = module.__dict__.get("tensor_group")
+    cuts: Cuts = module.__dict__.get("tensor_cuts") or {}
+    if group is None or not cuts:
+        return "not cut yet"
+    words = [f"rank {group.rank} of {group.size}"]
+    for name, (cut, _) in cuts.items():
+        sizes = "+".join(map(str, cut.segments)) + (f" (+{cut.padding} padding)" if cut.padding else "")
+        shared = f", shared by {cut.copies} ranks each" if cut.copies > 1 else ""
+        words.append(f"{name} {sizes} along dim {cut.dim}{shared}")
+    return ", ".join(words)

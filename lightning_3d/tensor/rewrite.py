@@ -19,6 +19,7 @@ from lightning_3d.tensor.layers import (
     Cuts,
     RowParallelLinear,
     VocabParallelEmbedding,
+    describe_cuts,
     mark_parameters,
     shard_parameter,
     sharded_view,
@@ -120,9 +121,13 @@ def _cut_class(before: type[nn.Module], parallel: type[nn.Module], names: tuple[
             """Pickled by what it is made of: the class itself has no place in its module."""
             return (_empty, key, *before.__reduce_ex__(self, protocol)[2:])
 
+        def extra_repr(self: nn.Module) -> str:
+            known = (before.extra_repr(self), describe_cuts(self))
+            return ", ".join(text for text in known if text)
+
         body: dict[str, Any] = {name: sharded_view(name) for name in names}
         body.update(__module__=before.__module__, __qualname__=before.__qualname__, __doc__=before.__doc__)
-        body.update(__setstate__=restore, __reduce_ex__=reduce)
+        body.update(__setstate__=restore, __reduce_ex__=reduce, extra_repr=extra_repr)
         bases = (before,) if parallel is nn.Module else (before, parallel)
         _classes[key] = type(before.__name__, bases, body)
     return _classes[key]

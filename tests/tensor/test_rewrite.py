@@ -214,3 +214,19 @@ def test_a_pickle_in_another_process_says_what_it_is() -> None:
     assert "rank 1 of 2" in repr(model.a)
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*save_checkpoint"):
         mean_square(model).backward()
+
+
+def test_repr_says_how_a_layer_is_cut() -> None:
+    for name, wanted in {
+        "nanogpt": [
+            "VocabParallelEmbedding(101, 32, rank 0 of 2, weight 101 (+1 padding) along dim 0)",
+            "ColumnParallelLinear(in_features=32, out_features=96, bias=True, rank 0 of 2, weight 32+32+32 along",
+            "RowParallelLinear(in_features=32, out_features=32, bias=True, rank 0 of 2, weight 32 along dim 1)",
+        ],
+        "encoder": ["rank 0 of 2, in_proj_weight 32+32+32 along dim 0, in_proj_bias 32+32+32 along dim 0"],
+    }.items():
+        build, step, _ = PLAIN[name]
+        model = build()
+        rewrite(model, plan_tensor_parallel(model, step, 2), dry_group(2))
+        for text in wanted:
+            assert text in repr(model), repr(model)
