@@ -31,6 +31,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         ignore_index: int,
         smoothing: float,
+        weight: Tensor | None,
         group: TensorGroup,
     ) -> Tensor:
         x = logits if logits.dtype == torch.float64 else logits.float()
@@ -44,29 +45,36 @@ class _VocabCrossEntropy(torch.autograd.Function):
         picked = torch.where(mine, z.gather(1, at[:, None])[:, 0], z.new_zeros(()))
         e = z.exp()
         sums = [e.sum(-1), picked]
+        weights = None if weight is None else weight[offset : offset + valid].to(z.dtype)  # of the classes here
         if smoothing:
-            sums.append(z[:, :valid].sum(-1))
+            sums.append((z[:, :valid] if weights is None else z[:, :valid] * weights).sum(-1))
         total = group.all_reduce(torch.stack(sums))
         log_sum = total[0].log()
-        loss = log_sum - total[1]
-        if smoothing:
-            loss = (1 - smoothing) * loss + smoothing * (log_sum - total[2] / vocabulary)
         counts = target != ignore_index
-        ctx.save_for_backward(e.div_(total[0][:, None]), mine & counts, at, counts)
-        ctx.settings = (smoothing, vocabulary, valid, logits.dtype)
+        # of the target's class, and of all classes
+        own = None if weight is None else weight[target.clamp(0, vocabulary - 1)].to(z.dtype)
+        everyone = vocabulary if weight is None else weight.to(z.dtype).sum()
+        loss = log_sum - total[1]
+        loss = loss if own is None else own * loss
+        if smoothing:
+            loss = (1 - smoothing) * loss + smoothing / vocabulary * (everyone * log_sum - total[2])
+        ctx.save_for_backward(e.div_(total[0][:, None]), mine & counts, at, counts, weights, own)
+        ctx.settings = (smoothing, vocabulary, valid, logits.dtype, everyone)
         return torch.where(counts, loss, loss.new_zeros(()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        softmax, mine, at, counts = ctx.saved_tensors
-        smoothing, vocabulary, valid, dtype = ctx.settings
+        softmax, mine, at, counts, weights, own = ctx.saved_tensors
+        smoothing, vocabulary, valid, dtype, everyone = ctx.settings
         grad = torch.where(counts, grad, grad.new_zeros(()))
-        out = softmax * grad[:, None]
+        hard = (1 - smoothing) * (grad if own is None else own * grad)  # of log(sum) - logit of the target
+        out = softmax * (hard + smoothing / vocabulary * everyone * grad)[:, None]
         if smoothing:
-            out[:, :valid] -= (smoothing / vocabulary) * grad[:, None]
-        out.scatter_add_(1, at[:, None], torch.where(mine, (smoothing - 1) * grad, grad.new_zeros(()))[:, None])
-        return (out.to(dtype), *(None,) * 6)
+            soft = (smoothing / vocabulary) * grad[:, None]
+            out[:, :valid] -= soft if weights is None else soft * weights
+        out.scatter_add_(1, at[:, None], torch.where(mine, -hard, hard.new_zeros(()))[:, None])
+        return (out.to(dtype), *(None,) * 7)
 
 
 def vocab_parallel_cross_entropy(
@@ -83,7 +91,7 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: (N, C), (N, C, d1, ...) or (C,); a `ShardedTensor` cut along C (whole logits take the ordinary path).
         target: Class indices, whole, equal on all ranks.
-        weight: Weight per class; logits are then gathered.
+        weight: Weight per class, whole, equal on all ranks.
         ignore_index: Targets that do not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: As in `F.cross_entropy`.
@@ -95,7 +103,7 @@ def vocab_parallel_cross_entropy(
     """
     if has_cut_form(logits, target, weight):
         assert isinstance(logits, ShardedTensor)
-        return cut_cross_entropy(logits, target, ignore_index, reduction, label_smoothing)
+        return cut_cross_entropy(logits, target, weight, ignore_index, reduction, label_smoothing)
     return F.cross_entropy(
         whole(logits),
         whole(target),
@@ -115,12 +123,17 @@ def has_cut_form(logits: Any, target: Tensor, weight: Tensor | None) -> bool:
         and logits.placement.copies == 1
         and not isinstance(target, ShardedTensor)
         and not target.is_floating_point()
-        and weight is None
+        and not isinstance(weight, ShardedTensor)
     )
 
 
 def cut_cross_entropy(
-    logits: ShardedTensor, target: Tensor, ignore_index: int, reduction: str, smoothing: float
+    logits: ShardedTensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    smoothing: float,
 ) -> Tensor:
     """`vocab_parallel_cross_entropy` for arguments with `has_cut_form`."""
     if reduction not in ("mean", "sum", "none"):
@@ -136,10 +149,17 @@ def cut_cross_entropy(
         known = ((flat >= 0) & (flat < classes)) | (flat == ignore_index)
         torch._assert_async(known.all(), f"cross_entropy: a target is outside of the {classes} classes")
         valid = unpadded_rows(logits)
-        loss = original_apply(_VocabCrossEntropy, x, flat, valid, classes, ignore_index, smoothing, logits.group)
+        loss = original_apply(
+            _VocabCrossEntropy, x, flat, valid, classes, ignore_index, smoothing, weight, logits.group
+        )
     if not torch.is_autocast_enabled(x.device.type):  # autocast's cross_entropy returns float32
         loss = loss.to(logits.dtype)
     loss = loss.reshape(target.shape)
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
+    if reduction == "sum":
+        return loss.sum()
+    counts = target != ignore_index
+    if weight is None:
+        return loss.sum() / counts.sum()
+    return loss.sum() / torch.where(counts, weight[target.clamp(0, classes - 1)], weight.new_zeros(())).sum()
