@@ -24,13 +24,14 @@ if str(ROOT) not in sys.path:  # started as a file
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 
-from benchmarks import data_parallel, pipeline_bubble, setup_time, tensor_parallel  # noqa: E402
+from benchmarks import data_parallel, pipeline_bubble, setup_time, tensor_overhead, tensor_parallel  # noqa: E402
 from benchmarks.common import Result, machine  # noqa: E402
 from lightning_3d.observe import plain_table, show  # noqa: E402
 
 BENCHMARKS: dict[str, Any] = {
     "data_parallel": data_parallel,
     "tensor_parallel": tensor_parallel,
+    "tensor_overhead": tensor_overhead,
     "pipeline_bubble": pipeline_bubble,
     "setup_time": setup_time,
 }

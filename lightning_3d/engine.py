@@ -41,6 +41,8 @@ from lightning_3d.tensor import (
     rewrite,
     whole,
 )
+from lightning_3d.tensor.recorded.compiled import warn_uncompiled
+from lightning_3d.tensor.recorded.eager import compiled_modules
 from lightning_3d.tensor.recorded.recording import Recording
 from lightning_3d.zero import Zero
 
@@ -152,6 +154,9 @@ class Engine:
         rewrite(self.module, self.tensor_plan, self.tensor_group)
         if self.settings.record:
             self.recording = Recording(self.module, self.tensor_group)
+        elif self.mesh.rank == 0:
+            for name in compiled_modules(self.module):
+                warn_uncompiled(name, "record=False, and only recorded programs can be compiled")
 
     def summary(self) -> str:
         """One line about what was built, for the log."""

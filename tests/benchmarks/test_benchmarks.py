@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import data_parallel, pipeline_bubble, run_all, setup_time, tensor_parallel
+from benchmarks import data_parallel, pipeline_bubble, run_all, setup_time, tensor_overhead, tensor_parallel
 from benchmarks.common import Result, Spread, Table
 from lightning_3d.tensor import plan_tensor_parallel
 
@@ -54,6 +54,11 @@ def test_both_systems_cut_the_same_matrices() -> None:
     assert kinds == {"qkv": "column", "out": "row", "fc": "column", "projection": "row"}
     styles = {name: type(style()).__name__ for name, style in tensor_parallel.PLAN.items()}
     assert styles == {n: {"column": "ColwiseParallel", "row": "RowwiseParallel"}[k] for n, k in kinds.items()}
+
+
+def test_tensor_overhead() -> None:
+    data = smoke(tensor_overhead).data
+    assert all(all(found["programs"].values()) for found in data.values()), "something was not recorded"
 
 
 def test_pipeline_bubble() -> None:

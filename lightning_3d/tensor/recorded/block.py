@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,9 @@ class RecordedBlock:
         self._waiting: list[tuple[Key, Program]] = []
         self._met: dict[Key, str] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)  # a copy of the model, made inside a step, is the user's module
+
     # -- calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.group.dry or torch._C._len_torch_function_stack() or current() is not None:
@@ -109,18 +113,15 @@ class RecordedBlock:
         return self._record(key, kind, args, kwargs)
 
     # -- between steps
-    def begin(self) -> list[tuple[str, str]]:
-        """Between two steps: use what was recorded, say which kinds of calls that were met could be recorded.
-
-        Programs never change between a forward and its recomputation by a checkpoint.
-
-        Returns:
-            (name of the block, kind) of each.
-        """
+    def begin(self) -> None:
+        """Between two steps: use what was recorded. Never between a forward and its recomputation by a checkpoint."""
         for key, program in self._waiting:
             self._programs.setdefault(key, []).insert(0, program)
         self._waiting.clear()
         self.chosen.clear()
+
+    def candidates(self) -> list[tuple[str, str]]:
+        """Kinds of calls that were met and could be recorded: (name of the block, kind)."""
         if len(self.programs) >= MAX_PROGRAMS:
             return []
         return [

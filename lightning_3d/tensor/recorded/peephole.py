@@ -13,8 +13,7 @@ builds a graph (`create_graph`) the hooks use the differentiable pairs, so secon
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -45,19 +44,36 @@ def simplified(tape: Tape) -> Tape:
     return _entered_by_hook(tape.with_operations(operations))
 
 
-@functools.cache
-def _hooks(group: TensorGroup) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor | None]]:
-    """The gradient hooks of (`copy_in`, `reduce_out`)."""
+Hooks = OrderedDict[int, Callable[[Tensor], "Tensor | None"]]
+
+
+def _hooks(group: TensorGroup) -> tuple[Hooks, Hooks]:
+    """The gradient hooks of (`copy_in`, `reduce_out`), made once."""
+    hooks: tuple[Hooks, Hooks] | None = group.__dict__.get("gradient_hooks")
+    if hooks is None:
+        hooks = group.__dict__["gradient_hooks"] = _make_hooks(group)
+    return hooks
+
+
+def _make_hooks(group: TensorGroup) -> tuple[Hooks, Hooks]:
+    reduce: Any = group.comm.all_reduce
 
     def entered(grad: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return collectives.reduce_out(grad, group)
-        return group.all_reduce(grad.clone(memory_format=torch.contiguous_format))
+        reduced: Tensor = reduce(grad.clone(memory_format=torch.contiguous_format))
+        return reduced
 
     def reduced(grad: Tensor) -> Tensor | None:
         return collectives.copy_in(grad, group) if torch.is_grad_enabled() else None
 
-    return entered, reduced
+    return OrderedDict({0: entered}), OrderedDict({0: reduced})
+
+
+def _attach(x: Tensor, hooks: Hooks) -> None:
+    """`x.register_hook` of hooks that are never removed: all tensors share the dictionary."""
+    x._backward_hooks = hooks
+    x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
 
 
 def _is_idle(operation: Operation) -> bool:
@@ -81,14 +97,15 @@ def _producers(operations: list[Operation]) -> dict[str, Operation]:
 
 
 # ---------------------------------------------------------------- partial sums
-def reduce_in_place(y: Tensor, group: TensorGroup) -> Tensor:
+def reduce_in_place(y: Tensor, group: TensorGroup, hooks: Hooks) -> Tensor:
     """`reduce_out` of a fresh `y` that autograd has not saved: no copy, no node."""
     detached = y.detach()
-    reduced = group.all_reduce(detached)
-    if reduced is not detached:  # it was not contiguous
-        detached.copy_(reduced)
+    if detached.is_contiguous():
+        group.comm.all_reduce(detached)
+    else:
+        detached.copy_(group.comm.all_reduce(detached.contiguous()))
     if y.requires_grad:
-        y.register_hook(_hooks(group)[1])
+        _attach(y, hooks)
     return y
 
 
@@ -100,15 +117,16 @@ def _reduced_in_place(operations: list[Operation], tape: Tape) -> list[Operation
         if operation.function is _reduce_out and isinstance(partial, Ref) and uses[partial.name] == 1:
             maker = makers.get(partial.name)
             if maker is not None and maker.name in _MATMULS and maker.ambient == operation.ambient:
-                operation = operation.replaced(reduce_in_place, partial, operation.args[1])
+                hooks = Constant(_hooks(operation.args[1].value)[1])
+                operation = operation.replaced(reduce_in_place, partial, operation.args[1], hooks)
         out.append(operation)
     return out
 
 
 # ---------------------------------------------------------------- whole tensors that enter
-def enter_by_hook(x: Tensor, group: TensorGroup) -> None:
+def enter_by_hook(x: Tensor, hooks: Hooks) -> None:
     """`copy_in` for all consumers of `x` at once: the all-reduce of its gradient, without a node."""
-    x.register_hook(_hooks(group)[0])
+    _attach(x, hooks)
 
 
 def _entered_by_hook(tape: Tape) -> Tape:
@@ -131,7 +149,8 @@ def _entered_by_hook(tape: Tape) -> Tape:
             continue
         if x.name not in entered:
             entered.add(x.name)
-            out.append(Operation(enter_by_hook, (x, operation.args[-1]), {}, None, None, operation.ambient))
+            hooks = Constant(_hooks(operation.args[-1].value)[0])
+            out.append(Operation(enter_by_hook, (x, hooks), {}, None, None, operation.ambient))
         if operation.function is _copy_in:
             aliases[operation.result.name] = x
         else:

@@ -77,8 +77,10 @@ class Recording:
 
     def _begin(self) -> None:
         self.step += 1
-        mine = [c for block in self.blocks.values() for c in block.begin()]
+        for block in self.blocks.values():
+            block.begin()
         if is_meeting(self.step):
+            mine = [candidate for block in self.blocks.values() for candidate in block.candidates()]
             with self.group.comm.ledger.during("recording"):
                 chosen = common(mine, self.group.comm)
             for name, kind in chosen:

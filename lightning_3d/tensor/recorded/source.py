@@ -6,7 +6,9 @@ The text shows in tracebacks and profilers. Tensors are dropped after their last
 from __future__ import annotations
 
 import contextlib
+import itertools
 import linecache
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +25,8 @@ _BINARY = {
     **{"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">=", "__eq__": "==", "__ne__": "!="},
     **{"__and__": "&", "__or__": "|", "__xor__": "^", "__floordiv__": "//", "__mod__": "%"},
 }
-_functions: dict[Any, Function] = {}
+_functions: weakref.WeakValueDictionary[Any, Function] = weakref.WeakValueDictionary()
+_count = itertools.count()
 
 
 def function_of(tape: Tape) -> Function:
@@ -34,14 +37,15 @@ def function_of(tape: Tape) -> Function:
     writer = _Writer(tape)
     text = writer.text()
     key = (text, tuple(map(_identity, writer.constants.values())))
-    if key not in _functions:
-        file = f"<recorded program {len(_functions)}>"
+    function = _functions.get(key)
+    if function is None:
+        file = f"<recorded program {next(_count)}>"
         namespace = {"__name__": "recorded_program", **writer.constants}
         exec(compile(text, file, "exec"), namespace)
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-        namespace["program"].source = text
-        _functions[key] = namespace["program"]
-    return _functions[key]
+        function = _functions[key] = namespace["program"]
+        function.source = text
+    return function
 
 
 def _identity(value: Any) -> Any:
