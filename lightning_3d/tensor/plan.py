@@ -8,7 +8,8 @@ whole (`search.Search`). This file puts the experiment around it: fake parameter
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,10 +19,12 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.probe import FakeParameters
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.facts import Facts, gather_facts
-from lightning_3d.tensor.search import Search, Step
+from lightning_3d.tensor.search import LONELY, Search, Step
 from lightning_3d.tensor.untouched import quiet_failures, untouched
 
 _ENOUGH = 0.95
+_WORTH = 0.01  # part of the parameters for which another plan is worth its price
+_MOST_SHIFTS = 4
 
 
 def plan_tensor_parallel(
@@ -64,19 +67,24 @@ def plan_tensor_parallel(
     facts = gather_facts(module, overrides or {})
     if device is None:
         device = next((p.device for p in facts.names.values() if not p.is_meta), torch.device("cpu"))
-    best: TensorPlan | None = None
     runs = 0
-    for relaxed in (False, True):
+
+    def attempt(relaxed: bool, whole: Mapping[str, str]) -> TensorPlan:
+        nonlocal runs
         search = Search(module, step, size, facts, sequence, not relaxed, smallest_vocabulary)
+        search.beliefs.replicated.update(whole)
         plan = _run(search, module, facts, device)
         runs += plan.runs
-        # first without reductions over cut features: a norm between two linears breaks their pair. Only if that leaves
-        # much whole, with them (a norm over all heads costs one small all-reduce)
-        if best is None or plan.sharded_fraction > best.sharded_fraction + 0.01:
-            best = plan
-        if best.sharded_fraction >= _ENOUGH:
-            break
-    assert best is not None
+        return plan
+
+    # first without reductions over cut features: a norm between two linears breaks their pair. Only if that leaves much
+    # whole, with them (a norm over all heads costs one small all-reduce)
+    best, relaxed = attempt(False, {}), False
+    if best.sharded_fraction < _ENOUGH:
+        other = attempt(True, {})
+        if other.sharded_fraction > best.sharded_fraction + _WORTH:
+            best, relaxed = other, True
+    best = _shifted(best, facts, partial(attempt, relaxed))
     best.runs, best.seconds = runs, time.perf_counter() - begin
     if strict is not None and best.sharded_fraction < strict:
         raise _too_little(best, strict)
@@ -104,6 +112,38 @@ def _run(search: Search, module: nn.Module, facts: Facts, device: torch.device) 
         plan = search.settle({id(p): facts.key_of[id(p)] for p in facts.names.values()})
     plan.used_values = True
     return plan
+
+
+def _shifted(best: TensorPlan, facts: Facts, attempt: Callable[[Mapping[str, str]], TensorPlan]) -> TensorPlan:
+    """Pairs begin where they cut most: a small layer before them is left whole if that frees a large one.
+
+    In order of execution a small first layer (the input projection of a network, say) would pair with the large second
+    one, and the large third would be left over.
+    """
+    whole: dict[str, str] = {}
+    keys = {name: facts.key_of[id(parameter)] for name, parameter in facts.names.items()}
+    total = sum(facts.elements(key) for key in keys.values())
+    for _ in range(_MOST_SHIFTS):
+        order = list(dict.fromkeys(keys.values()))
+        decisions = {keys[name]: decision for name, decision in best.decisions.items()}
+        lonely = [k for k in order if decisions[k].kind == "replicated" and LONELY in decisions[k].reason]
+        lonely = [k for k in lonely if facts.elements(k) > _WORTH * total]
+        if not lonely:
+            break
+        left = max(lonely, key=facts.elements)
+        columns = [k for k in order[: order.index(left)] if decisions[k].kind == "column" and len(facts.shapes[k]) > 1]
+        smaller = [k for k in columns if facts.elements(k) < facts.elements(left) and k not in facts.demands]
+        better = None
+        for key in smaller[-_MOST_SHIFTS:]:
+            plan = attempt({**whole, key: f"left whole so that {left} can be cut"})
+            if plan.sharded_fraction > best.sharded_fraction + _WORTH:
+                better = plan
+                whole[key] = f"left whole so that {left} can be cut"
+                break
+        if better is None:
+            break
+        best = better
+    return best
 
 
 def _too_little(plan: TensorPlan, least: float) -> TensorPlanError:

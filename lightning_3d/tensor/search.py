@@ -28,6 +28,7 @@ from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
 Step = Callable[[Any], Any]
 _MOST_EXTRA = 8  # collectives per use of a weight, beyond those of its pair
+LONELY = "its cut output never reaches a row-parallel layer"
 FATAL = (DynamicOutputShapeException, DataDependentOutputException, TensorPlanError)
 """Errors that no other answer to a value read cures."""
 
@@ -199,7 +200,7 @@ class Search:
         }
         unmet = (wrong - delivered) or lonely
         if unmet:
-            raise Refuted(frozenset(unmet), "its cut output never reaches a row-parallel layer")
+            raise Refuted(frozenset(unmet), LONELY)
         # code that steps through a sequence with a cut state would communicate at every step
         costly = {
             k

@@ -350,3 +350,18 @@ def test_few_key_value_heads_are_shared_by_groups_of_ranks() -> None:
         report = verify_tensor_plan(model, plan, language_model)
         assert report.worst < 1e-9
         assert report.gathers == 0
+
+
+def test_pairs_begin_where_they_cut_most() -> None:
+    """A small first layer would pair with the second; the large third would be left over."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU())
+    plan = plan_tensor_parallel(model, mean_square, 2)
+    assert [plan.decisions[f"{i}.weight"].kind for i in (0, 2, 4)] == ["replicated", "column", "row"]
+    assert "so that 4.weight can be cut" in plan.decisions["0.weight"].reason
+    assert verify_tensor_plan(model, plan, mean_square).worst < 1e-9
+    assert [d.kind for n, d in plan_tensor_parallel(MLP(), mean_square, 2).decisions.items() if "weight" in n] == [
+        "column",
+        "row",
+        "column",
+        "row",
+    ]
