@@ -26,6 +26,7 @@ from lightning_3d.tensor.recorded.replay import (
     compare_gradients,
     compare_values,
     graph,
+    has_room,
     hidden_from_checkpoints,
     random_state,
     tensors_of,
@@ -176,7 +177,7 @@ class _Attempt:
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call itself; whatever else goes wrong is only noted."""
-        self._before = Guards(self.block, [])
+        self._before = Guards(self.block)
         if self._before.hooked:
             self.why = "its submodules have hooks"
         elif not PythonCode.available():
@@ -222,7 +223,7 @@ class _Attempt:
         function = function or self._checked(lambda: function_of(simplified(tape)), tape, exact, gradients)
         if function is None:
             return None
-        guards = Guards(self.block, self._python.globals_read())
+        guards = Guards(self.block, self._python)
         return Program(function, [(s.where, s.key) for s in tape.slots], guards, tape)
 
     def _compiled(self, tape: Tape, exact: Replay, gradients: Any) -> Function | None:
@@ -272,6 +273,8 @@ class _Attempt:
         if not self._before.hold():
             raise Refused("it writes attributes of its modules, or containers they hold")
         self._python.check()
+        if not has_room(self.device, 3 * recorder.bytes):
+            raise Refused("there is not enough free memory to prove it")
         tape = recorder.tape
         tape.output = recorder.output(output)
         return tape

@@ -19,7 +19,7 @@ from torch.nn.modules import module as module_room
 
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.recorded.tape import Slot
-from lightning_3d.tensor.recorded.watch import PRIMITIVES
+from lightning_3d.tensor.recorded.watch import PRIMITIVES, PythonCode
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -27,9 +27,10 @@ _EXCHANGED = ("forward", "_compiled_call_impl")  # whoever runs the block may pu
 _STANDARD = frozenset((*nn.Module().__dict__, *_EXCHANGED))
 _OPAQUE: tuple[type, ...] = (
     *(type, types.FunctionType, types.MethodType, types.ModuleType, types.BuiltinFunctionType),
-    *(nn.Module, Tensor, TensorGroup),  # modules are looked at by themselves, the group is in the signature
+    *(Tensor, TensorGroup),  # a tensor is looked up by its slot, the group is in the signature
 )
 _DEPTH = 2
+_LARGE = 1000  # a table of that size is data
 _GLOBAL_HOOKS = [
     value for name, value in vars(module_room).items() if name.startswith("_global_") and name.endswith("_hooks")
 ]
@@ -41,10 +42,10 @@ class Guards:
 
     Args:
         block: The block.
-        globals_read: What `PythonCode` found.
+        python: What Python code a call runs, if that is known.
     """
 
-    def __init__(self, block: nn.Module, globals_read: list[tuple[dict[str, Any], str, Any]]) -> None:
+    def __init__(self, block: nn.Module, python: PythonCode | None = None) -> None:
         modules = list(block.modules())
         self._own = block.__dict__
         self._own_values = itemgetter(*(k for k in self._own if k not in _EXCHANGED))
@@ -53,14 +54,16 @@ class Guards:
         self._dicts: list[dict[Any, Any]] = inner + owned
         self._sequences: list[list[Any]] = []
         self._sets: list[set[Any]] = []
-        seen: set[int] = set()
+        seen = set(map(id, modules))
         for module in modules:
             for key, value in module.__dict__.items():
                 if key not in _STANDARD:
                     self._collect(value, seen, _DEPTH)
         self._hooks = [h for m in modules[1:] for h in (m.__dict__[k] for k in _HOOKS)] + _GLOBAL_HOOKS
         self._tensors = [t for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None]
-        self._globals = [(namespace, name) for namespace, name, _ in globals_read]
+        self._globals = [] if python is None else [(space, name) for space, name, _ in python.globals_read()]
+        for value in [] if python is None else python.objects_read():
+            self._collect(value, seen, 0)
         self.hooked = any(self._hooks)
         self._before = self._state()
 
@@ -68,7 +71,12 @@ class Guards:
         """Containers and plain objects whose content the code may look at."""
         if isinstance(value, (*PRIMITIVES, *_OPAQUE)) or id(value) in seen:
             return
+        if isinstance(value, (dict, list, tuple, set)) and len(value) > _LARGE:
+            return
         seen.add(id(value))
+        if isinstance(value, nn.Module):  # one that is no part of the block
+            self._dicts.append(value.__dict__)
+            return
         if isinstance(value, dict):
             self._dicts.append(value)
             parts: Any = value.values()

@@ -61,6 +61,7 @@ class Recorder(TorchFunctionMode):
         tape: What was recorded.
         why: Why it cannot become a program, or None.
         kernels: The watcher below torch functions.
+        bytes: Size of all tensors it has seen (views counted again).
     """
 
     def __init__(self, device: str, slots: list[Slot]) -> None:
@@ -72,7 +73,7 @@ class Recorder(TorchFunctionMode):
         self._entry = _ambient(device)
         self._names: dict[int, str] = {}
         self._alive: list[Any] = []  # an id means something only while its tensor lives
-        self._made = 0
+        self._made, self.bytes = 0, 0
         self._inside = False  # a leaf runs: what it calls is part of it
         self._stream: Stream | None = None
         for slot in slots:
@@ -85,6 +86,7 @@ class Recorder(TorchFunctionMode):
     def _name(self, tensor: Tensor, name: str) -> Ref:
         self._names[id(tensor)] = name
         self._alive.append(tensor)
+        self.bytes += tensor.nbytes
         if tensor.requires_grad:
             self.tape.tracked.add(name)
         if tensor.device.type != "cpu" and tensor.numel() >= OVERLAP_FROM:

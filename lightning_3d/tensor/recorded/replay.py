@@ -230,6 +230,15 @@ def set_random_state(states: list[Tensor], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states[1], device)
 
 
+def has_room(device: torch.device, needed: int) -> bool:
+    """An accelerator has so many bytes free: an error in the middle of a replay would leave the other ranks waiting."""
+    if device.type == "cpu":
+        return True
+    room = torch.get_device_module(device)
+    free = room.mem_get_info(device)[0] + room.memory_reserved(device) - room.memory_allocated(device)
+    return bool(free > needed)
+
+
 @contextmanager
 def hidden_from_checkpoints() -> Iterator[None]:
     """What is computed inside is not kept for an activation checkpoint around the call."""

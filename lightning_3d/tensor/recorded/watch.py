@@ -27,6 +27,7 @@ _OURS = (
     *("torch", "lightning_3d.tensor", "lightning_3d.probe", "lightning_3d.comm", "contextlib", "importlib", "typing"),
     *("warnings", "abc", "enum", "copy", "functools", "collections", "linecache", "threading", "logging", "re"),
 )
+_TRAINERS = ("lightning.", "pytorch_lightning")
 _OUTPUT = frozenset(words("print write input open writelines"))
 _UNPREDICTABLE = ("random", "_random", "numpy.random", "time", "datetime", "secrets", "uuid")
 _MUTATORS = frozenset(
@@ -73,6 +74,7 @@ class PythonCode:
 
     def __init__(self) -> None:
         self._codes: dict[CodeType, dict[str, Any]] = {}
+        self._enclosing: list[Any] = []
         self.why: str | None = None
 
     @staticmethod
@@ -95,9 +97,12 @@ class PythonCode:
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            if code not in self._codes and not frame.f_globals.get("__name__", "").startswith(_OURS):
+            code, home = frame.f_code, frame.f_globals.get("__name__", "")
+            if code not in self._codes and not home.startswith(_OURS):
                 self._codes[code] = frame.f_globals
+                self._enclosing += [frame.f_locals.get(name) for name in code.co_freevars]
+                if home.startswith(_TRAINERS):
+                    self._refuse(f"it asks the LightningModule or the trainer ({code.co_name})")
         elif event == "c_call" and not frame.f_globals.get("__name__", "").startswith(_OURS):
             name = getattr(argument, "__name__", "")
             if name in _OUTPUT:
@@ -113,6 +118,11 @@ class PythonCode:
                 if name in namespace and isinstance(namespace[name], PRIMITIVES):
                     found[id(namespace), name] = (namespace, name, namespace[name])
         return list(found.values())
+
+    def objects_read(self) -> list[Any]:
+        """Global and enclosing objects the code names."""
+        named = [namespace[n] for code, namespace in self._codes.items() for n in code.co_names if n in namespace]
+        return named + self._enclosing
 
     def check(self) -> None:
         """Raises `Refused` if the code did, or may have done, something a program could not repeat."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.tensor import plan_tensor_parallel, run_simulated
+from lightning_3d.testing import relative_error
 from tests.tensor.models import Square
 from tests.tensor.recorded.helpers import both, check_against_rules, reasons, replays, train
 
@@ -142,6 +143,40 @@ def test_a_changed_global_is_followed() -> None:
     check_against_rules(ours, rules)
     assert replays(ours)
     assert not torch.equal(rules[0].losses[3], rules[0].losses[4])
+
+
+TABLE = {"factor": 1.0}
+
+
+def test_changed_objects_outside_of_the_block_are_followed() -> None:
+    held = Settings()
+
+    def body(self: Block, x: Tensor, h: Tensor) -> Tensor:
+        return h * TABLE["factor"] * held.scale * self.friend[0].p
+
+    def build() -> Any:
+        model = Model(body)
+        friend = nn.Dropout(0.5)
+        for block in model.blocks:
+            block.friend = [friend]  # a list: no submodule
+        return model
+
+    torch.manual_seed(0)
+    model = build().double()
+    plan = plan_tensor_parallel(model, step, 2)
+    for which in range(3):
+
+        def change(model: Any, number: int, which: int = which) -> None:
+            values = [2.0 if number >= 4 and which == i else 0.5 for i in range(3)]
+            TABLE["factor"], held.scale, model.blocks[0].friend[0].p = values
+
+        ours, rules = (
+            run_simulated(2, lambda comm, on=on: train(model, plan, step, comm, on, 8, change))  # type: ignore[misc]
+            for on in (True, False)
+        )
+        check_against_rules(ours, rules)
+        assert replays(ours), reasons(ours)
+        assert relative_error(rules[0].losses[3], rules[0].losses[4]) > 1e-3
 
 
 def appends(self: Block, x: Tensor, h: Tensor) -> Tensor:
