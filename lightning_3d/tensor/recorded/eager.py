@@ -64,6 +64,22 @@ def run_eagerly(module: nn.Module) -> None:
             context = _context_of(child.__dict__["_compiled_call_impl"])
             child.__dict__[_KEPT] = None if context is None else UserCompiler(context)
             child.__dict__["_compiled_call_impl"] = None
+        elif child.__dict__.get("_compiler_ctx") is not None:
+            _uncompile_steps(child)
+
+
+def _uncompile_steps(module: nn.Module) -> None:
+    """A LightningModule that was given to the Trainer compiled: Lightning has replaced its steps on the instance."""
+    own = module.__dict__
+    kept = own["_compiler_ctx"]
+    for name, original in kept.items():
+        if name.startswith("original_"):
+            step = name.removeprefix("original_")
+            own.pop(step, None)
+            if getattr(module, step, None) != original:  # it was on the instance before
+                own[step] = original
+    own[_KEPT] = UserCompiler(kept["dynamo_ctx"])
+    own["_compiler_ctx"] = None
 
 
 def _context_of(compiled: Any) -> Any:

@@ -100,6 +100,24 @@ def test_with_sequence_parallelism() -> None:
     assert backend.graphs
 
 
+class Whole(nn.Module):
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.net = torch.compile(nn.Sequential(TimmBlock(), nn.LayerNorm(32), TimmBlock()), backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def test_a_whole_model() -> None:
+    backend = Counting()
+    _, _, recorded, rules = both(lambda: Whole(backend), mean_square)
+    check_against_rules(recorded, rules)
+    assert list(recorded[0].recording.blocks) == ["net._orig_mod"]
+    assert replays(recorded) == 2
+    assert backend.graphs == 2
+
+
 class ReadsAValue(TimmBlock):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.mean().item() < 1e9 else x

@@ -44,25 +44,27 @@ class Losses(pl.Callback):
         self.losses.append(outputs["loss"].item())
 
 
-def fit(sizes: dict[str, Any], record: bool, compiled: bool) -> tuple[list[float], int]:
+def fit(sizes: dict[str, Any], record: bool, compiled: str) -> tuple[list[float], int]:
     seen = Losses()
     strategy = ThreeDStrategy(**sizes, record=record)
     torch.manual_seed(0)
-    module = models.LitGPT(depth=4, dim=16).double()
-    if compiled:
+    module: Any = models.LitGPT(depth=4, dim=16).double()
+    if compiled == "blocks":
         for block in module.blocks:
             block.compile(backend="aot_eager")
+    elif compiled == "module":
+        module = torch.compile(module, backend="aot_eager")
     trainer = trainer_for(strategy, max_steps=6, max_epochs=-1, callbacks=[seen], use_distributed_sampler=False)
     trainer.fit(module, models.loader("gpt_tied", 48, 8))
     recording = strategy.engine.recording
     return seen.losses, 0 if recording is None else sum(b.replays for b in recording.blocks.values())
 
 
-def fits(cases: list[tuple[dict[str, Any], bool]]) -> Any:
-    return [(fit(sizes, True, compiled), fit(sizes, False, False)) for sizes, compiled in cases]
+def fits(cases: list[tuple[dict[str, Any], str]]) -> Any:
+    return [(fit(sizes, True, compiled), fit(sizes, False, "")) for sizes, compiled in cases]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", ["", "blocks", "module"])
 @pytest.mark.parametrize(
     ("sizes", "world"),
     [
@@ -71,7 +73,7 @@ def fits(cases: list[tuple[dict[str, Any], bool]]) -> Any:
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4}, 4),
     ],
 )
-def test_fits(sizes: dict[str, Any], world: int, compiled: bool) -> None:
+def test_fits(sizes: dict[str, Any], world: int, compiled: str) -> None:
     for result in run_distributed(fits, world, [(sizes, compiled)], timeout=250):
         (ours, count), (theirs, none) = result[0]
         assert len(ours) == 6
