@@ -114,6 +114,13 @@ class RecordedBlock:
         return self._record(key, kind, args, kwargs)
 
     # -- between steps
+    def follow(self, forward: Callable[..., Any]) -> None:
+        """Stand in for this forward; programs of another one are forgotten."""
+        if forward != self.forward:
+            self.forward = forward
+            for found in (self._programs, self._waiting, self._met, self.refusals):
+                found.clear()
+
     def begin(self) -> None:
         """Between two steps: use what was recorded. Never between a forward and its recomputation by a checkpoint."""
         for key, program in self._waiting:

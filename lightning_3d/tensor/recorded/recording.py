@@ -61,7 +61,7 @@ class Recording:
         before = {name: b.block.__dict__.get("forward", _NOTHING) for name, b in self.blocks.items()}
         try:
             for block in self.blocks.values():
-                block.forward = block.block.forward
+                block.follow(block.block.forward)
                 block.block.__dict__["forward"] = block
             if begins:
                 self._begin()

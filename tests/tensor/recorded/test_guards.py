@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.tensor import plan_tensor_parallel, run_simulated
 from lightning_3d.testing import relative_error
 from tests.tensor.models import Square
@@ -92,6 +95,10 @@ def each(action: Callable[[Block], Any]) -> Callable[[Any], None]:
     return change
 
 
+def other_forward(self: Block, x: Tensor) -> Tensor:
+    return x + self.down(self.up(self.norm(x)).tanh())
+
+
 CHANGES = {
     "eval": lambda m: m.eval(),
     "attribute": each(lambda b: setattr(b, "factor", 3.0)),
@@ -101,6 +108,7 @@ CHANGES = {
     "submodule replaced": each(lambda b: setattr(b, "activation", nn.ReLU())),
     "hook": each(lambda b: b.activation.register_forward_hook(lambda module, inputs, output: output * 2)),
     "hook of the block itself": each(lambda b: b.register_forward_hook(lambda module, inputs, output: output * 2)),
+    "forward": each(lambda b: setattr(b, "forward", functools.partial(other_forward, b))),
     "frozen": each(lambda b: b.norm.weight.requires_grad_(False)),
     "all frozen": lambda m: m.requires_grad_(False),
     "parameter replaced": each(lambda b: setattr(b.norm, "weight", nn.Parameter(b.norm.weight.detach() * 2))),
@@ -120,6 +128,8 @@ def test_a_change_is_followed(name: str) -> None:
         assert block.replays == 2  # steps 3 and 4; then the block is on the rules
     elif name == "hook of the block itself":
         assert block.replays == 6  # it runs around the program
+    elif name == "forward":
+        assert block.replays == 4  # forgotten, met again in step 5, recorded in 6
     elif name != "frozen":
         assert block.replays == 5  # steps 3 and 4; step 5 is recorded anew, 6 to 8 run by that
 
@@ -345,6 +355,26 @@ def test_under_no_grad_and_autocast() -> None:
 
     check("recorded", Model, run=quiet)
     check("recorded", Model, run=low)
+
+
+@pytest.mark.parametrize("when", [0, 4])
+def test_a_hook_on_one_rank_only(when: int) -> None:
+    """All ranks stay under the rules, or that rank returns to them; nobody waits for anybody."""
+
+    def change(model: Any, number: int) -> None:
+        if number == when and model.blocks[0].up.tensor_group.rank == 0:
+            for block in model.blocks:
+                block.activation.register_forward_hook(lambda module, inputs, output: None)
+
+    _, _, recorded, rules = both(Model, step, change=change, steps=10)
+    check_against_rules(recorded, rules)
+    counts = [run.recording.blocks["blocks.1"].replays for run in recorded]
+    assert counts == ([0, 0] if when == 0 else [2, 8])
+
+
+def test_switching_it_off_needs_tensor_parallelism() -> None:
+    with pytest.raises(ConfigurationError, match="record=False has no effect"):
+        ThreeDStrategy(record=False)
 
 
 def test_second_derivatives() -> None:
