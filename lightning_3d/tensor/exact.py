@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import RULES, Args, Kwargs, words
 from lightning_3d.tensor.resolve import reentered
-from lightning_3d.tensor.sharded import is_sharded
+from lightning_3d.tensor.sharded import fall_back, is_sharded
 
 _LIFTED = {
     torch.float32: torch.float64,
@@ -50,8 +51,12 @@ class Exactly(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         if "grouped_mm" in name and args[0].dtype == torch.float64:
-            sharded = any(is_sharded(a) for a in args)
-            return RULES[name](_grouped_product, args, kwargs) if sharded else _grouped_product(*args, **kwargs)
+            if not any(is_sharded(a) for a in args):
+                return _grouped_product(*args, **kwargs)
+            try:
+                return RULES[name](_grouped_product, args, kwargs)
+            except NoRule as reason:
+                return fall_back(_grouped_product, args, kwargs, reason)
         if name in ("float", "half", "bfloat16"):
             return args[0].double()
         if name == "__get__" or (name.endswith("_") and not name.endswith("__")):

@@ -60,13 +60,16 @@ def localize(x: Tensor, from_right: int, cut: Placement, group: TensorGroup) -> 
     """The part of an operand that meets the shards of a broadcasting operation."""
     if type(x) is ShardedTensor:
         return x.local if x.placement.copies == cut.copies else finer(x).local
-    if x.ndim >= -from_right and x.shape[from_right] == cut.length and cut.length != 1:
-        stream = from_right == -1 and x.requires_grad and x.ndim > 1 and not _from_parameter(x)
-        if group.on_gather is not None and stream:
-            # legal, but a bad plan: the residual stream would become cut along the features
-            raise NoRule("it is combined with a whole activation along the features (a residual stream)", partner=x)
-        return take(x, cut.at(x.ndim + from_right), group)
-    return collectives.copy_in(x, group)
+    length = x.shape[from_right] if x.ndim >= -from_right else 1
+    if length == 1:
+        return collectives.copy_in(x, group)
+    if length != cut.length:  # the cut dim has size 1 (and padding)
+        raise NoRule("the cut dim of size 1 would be broadcast", kind="layout")
+    stream = from_right == -1 and x.requires_grad and x.ndim > 1 and not _from_parameter(x)
+    if group.on_gather is not None and stream:
+        # legal, but a bad plan: the residual stream would become cut along the features
+        raise NoRule("it is combined with a whole activation along the features (a residual stream)", partner=x)
+    return take(x, cut.at(x.ndim + from_right), group)
 
 
 def finer(x: ShardedTensor) -> ShardedTensor:

@@ -95,7 +95,7 @@ def compare(
         if cut is None:
             assert all(relative_error(g, original.grad) < 1e-12 for g in grads), f"gradient of operand {index}"
         else:
-            whole = cut.to_global(
+            whole = cut.to_global_gradient(
                 [torch.zeros_like(r[1][index]) if g is None else g for r, g in zip(ranks, grads, strict=True)], size
             )
             assert relative_error(whole, original.grad) < 1e-12, f"gradient of operand {index}"

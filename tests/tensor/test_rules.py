@@ -31,6 +31,11 @@ Op = Callable[[Tensor], Tensor]
 def one_op(x: Tensor, cut_dim: int, rng: random.Random) -> tuple[str, Op]:
     """A random operation that fits the global `x`."""
     n, d = x.ndim, rng.randrange(x.ndim)
+    kind = rng.random()
+    if kind < 0.2 or (kind < 0.5 and n == 3):
+        ops = _indexed(x, d) if kind < 0.2 else _channelled(x, d)
+        name = rng.choice(list(ops))
+        return name, ops[name]
     length = x.shape[d]
     e = rng.randrange(n)
     at = (slice(None),) * d
@@ -44,7 +49,7 @@ def one_op(x: Tensor, cut_dim: int, rng: random.Random) -> tuple[str, Op]:
     mask = torch.rand(x.shape[d:]) > 0.5
     index = torch.randint(0, length, (2, 3))
     count = rng.choice([2, 3])
-    ops: dict[str, Op] = {
+    ops = {
         "view": lambda t: t.reshape(shape),
         "permute": lambda t: t.permute(order),
         "transpose": lambda t: t.transpose(d, e),
@@ -90,6 +95,55 @@ def one_op(x: Tensor, cut_dim: int, rng: random.Random) -> tuple[str, Op]:
     }
     name = rng.choice(list(ops))
     return name, ops[name]
+
+
+def _indexed(x: Tensor, d: int) -> dict[str, Op]:
+    """Picking and placing along dim `d` by index tensors."""
+    length = x.shape[d]
+    everywhere = torch.randint(0, length, x.shape)
+    rows = torch.randperm(length)
+    other = torch.randn(x.shape)
+    return {
+        "multiply": lambda t: torch.multiply(t, other).absolute().negative(),
+        "gather": lambda t: t.gather(d, everywhere),
+        "take_along_dim": lambda t: torch.take_along_dim(t, everywhere, dim=d),
+        "scatter": lambda t: torch.scatter(t, d, everywhere, 2.0),
+        "scatter_add": lambda t: t.scatter_add(d, everywhere, t * 2),
+        "scatter_add_to_whole": lambda t: torch.zeros(x.shape).scatter_add(d, everywhere, t),
+        "scatter_reduce": lambda t: t.scatter_reduce(d, everywhere, other, reduce="amax"),
+        "scatter_in_place": lambda t: t.clone().scatter_add_(d, everywhere, other),
+        "index_add": lambda t: t.index_add(d, rows, t, alpha=2),
+        "index_add_to_whole": lambda t: other.index_add(d, rows, t),
+        "index_copy": lambda t: t.index_copy(d, rows, other),
+        "index_fill": lambda t: t.index_fill(d, rows[:1], 3.0),
+    }
+
+
+def _channelled(x: Tensor, d: int) -> dict[str, Op]:
+    """What acts on (batch, channels, length), and on batches of matrices."""
+    _, channels, length = x.shape
+    chosen = 1 + d % 2
+    group = max(k for k in range(1, channels + 1) if channels % (2 * k) == 0) if channels % 2 == 0 else 1
+    depthwise = 0.5 * torch.randn(channels * chosen, 1, 1)
+    grouped = 0.5 * torch.randn(channels, channels // group, 1) / (channels // group)
+    mixing = torch.randn(4, channels, 1) / channels
+    scale = torch.rand(channels) + 0.5
+    lower = torch.eye(length) + 0.1 * torch.randn(length, length).tril(-1) / length
+    triangle = torch.eye(channels) + 0.1 * torch.randn(channels, channels).tril(-1) / channels
+    return {
+        "conv_depthwise": lambda t: F.conv1d(t, depthwise, groups=channels),
+        "conv_grouped": lambda t: F.conv1d(t, grouped, scale, groups=group),
+        "conv_mixing": lambda t: F.conv1d(t, mixing),
+        "group_norm": lambda t: F.group_norm(t, group, scale, scale * 2),
+        "batch_norm": lambda t: F.batch_norm(t, None, None, scale, scale * 2, True) if length > 1 else t,
+        "avg_pool": lambda t: F.avg_pool1d(t, 2 - length % 2),
+        "max_pool": lambda t: F.max_pool1d(t, chosen if length > 1 else 1),
+        "adaptive_pool": lambda t: F.adaptive_avg_pool1d(t, 2),
+        "interpolate": lambda t: F.interpolate(t, scale_factor=2.0),
+        "solve": lambda t: torch.linalg.solve_triangular(triangle, t, upper=False),
+        "solve_right": lambda t: torch.linalg.solve_triangular(lower, t, upper=False, left=False),
+        "matrix_exp": lambda t: torch.matrix_exp(t.tanh() / 4) if channels == length else t,
+    }
 
 
 def assigned(x: Tensor, index: Any, value: Any) -> Tensor:
