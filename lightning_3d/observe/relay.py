@@ -43,7 +43,7 @@ class LogCall:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One shared value in the schema: all but the number. Without a name it is the loss."""
+    """One shared value in the schema: all but the number (a metric's is that of the step). No name: the loss."""
 
     name: str | None
     dtype: torch.dtype | None
@@ -124,7 +124,10 @@ class Relay:
                 shared.loss = content if entry.dtype is not None else None
                 continue
             if entry.metric is not None:
-                content = module.get_submodule(entry.metric)
+                metric: Any = module.get_submodule(entry.metric)
+                if entry.dtype is not None:
+                    metric._forward_cache = content  # what Lightning logs with `on_step`
+                content = metric
             shared.logs.append((entry.name, content, dict(entry.options)))
         if has_outputs:
             shared.outputs = self.broadcast(outputs)
@@ -139,8 +142,10 @@ class Relay:
         for call in calls:
             first = call.values[0]
             if isinstance(first, nn.Module):
-                entries.append(_Entry(call.name, None, _path_of(first, module), _frozen(call.options)))
-                packed.append(nan)
+                step_value = _step_value(first)
+                dtype = None if step_value is None else step_value.dtype
+                entries.append(_Entry(call.name, dtype, _path_of(first, module), _frozen(call.options)))
+                packed.append(nan if step_value is None else step_value.to(self.device).double())
                 continue
             dtype = first.dtype if isinstance(first, Tensor) else None
             entries.append(_Entry(call.name, dtype, None, _frozen(call.options)))
@@ -172,6 +177,15 @@ def collapse(call: LogCall, device: torch.device) -> Tensor:
             return function(values)
     assert callable(reduce)
     return reduce(values)
+
+
+def _step_value(metric: Any) -> Tensor | None:
+    """The value of a metric over the last batch, if it is one number."""
+    value = metric._forward_cache
+    if not isinstance(value, (Tensor, int, float)):
+        return None
+    value = torch.as_tensor(value).detach()
+    return value.reshape(()) if value.numel() == 1 else None
 
 
 def _path_of(metric: nn.Module, module: nn.Module) -> str:

@@ -163,6 +163,7 @@ class Trace:
         no_cut: Intervals no stage boundary may lie in.
         buffer_writes, buffer_reads: Registered buffers glue code writes tracked values into, or reads: event numbers.
         overwritten: Values changed in place after they were made (a copy must be kept of what is sent).
+        step_metrics: torchmetrics metrics that `self.log` got with `on_step`.
         touched: Modules whose Python attributes glue code changed.
         changed: Tensors (buffers, attributes) that glue code changed in place.
         python_random: Glue code drew from `random` or numpy.
@@ -179,6 +180,7 @@ class Trace:
     buffer_writes: dict[str, int] = field(default_factory=dict)
     buffer_reads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     overwritten: set[Vid] = field(default_factory=set)
+    step_metrics: list[Any] = field(default_factory=list)
     touched: list[nn.Module] = field(default_factory=list)
     changed: list[Tensor] = field(default_factory=list)
     python_random: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.rng import Seeds, window_randomness
 from lightning_3d.pipeline.stage import StageRun
+from lightning_3d.pipeline.step_values import StepValues
 from lightning_3d.probe import ModuleState
 
 
@@ -39,6 +40,7 @@ class Program:
     tensor_group: Any
     forward_context: Callable[[], AbstractContextManager[Any]]
     metrics: list[Metric] = field(init=False)
+    step_values: StepValues = field(init=False, default_factory=StepValues)
 
     def __post_init__(self) -> None:
         self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
@@ -79,6 +81,7 @@ def forward(
         untouched_state(program, partition, not run.last, final_stage),
         sharding.guarded(),
         program.forward_context(),
+        program.step_values.collecting(run.known, run.paused) if run.last else nullcontext(),
     ):
         out = run.run(step)
     return run, out

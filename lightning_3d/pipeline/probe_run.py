@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
@@ -191,6 +192,8 @@ class TraceRun(Glue):
     def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
         if isinstance(value, Phantom):
             self.trace.final_reads.add(value.vid)
+        if isinstance(value, Metric) and kwargs.get("on_step") is not False:
+            self.trace.step_metrics.append(value)
 
     # -- atoms
     def on_atom(self, name: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

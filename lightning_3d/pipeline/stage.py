@@ -142,6 +142,13 @@ class StageRun(Glue):
             args, kwargs = tree_unflatten(leaves, spec)
         return leaves, args, kwargs
 
+    def known(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments with those values in place of phantoms that this window has; the others are not read here."""
+        leaves, spec = tree_flatten((args, kwargs))
+        known = [self.value(x) if isinstance(x, Phantom) and x.vid in self.received else x for x in leaves]
+        args, kwargs = tree_unflatten(known, spec)
+        return args, kwargs
+
     # -- events
     def _next(self, name: str) -> tuple[int, Event | None]:
         """Number the event, and compare it with the plan. None: this event is not planned, and need not be."""

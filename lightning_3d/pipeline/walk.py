@@ -69,6 +69,8 @@ class Walk:
     def run(self, lists: Sequence[Sequence[Action]], before_last_backward: Callable[[], None] | None = None) -> None:
         """Walk this stage's list; `lists` holds every stage's, from which the order of messages follows."""
         mine = lists[self.stage]
+        several = self.weights is not None and len(self.partitions) > 1
+        self.program.step_values.begin(m for p in self.partitions for m in p.trace.step_metrics if several)
         last_backward = max((k for k, action in enumerate(mine) if action.kind == "B"), default=-1)
         expected = {s: self._messages_to_me(actions) for s, actions in enumerate(lists) if s != self.stage}
         self.channels.begin(expected, self._metas)
@@ -80,6 +82,7 @@ class Walk:
                 hook = before_last_backward if k == last_backward else None
                 self._execute(action, hook)
             self.channels.end()
+            self.program.step_values.finish()
         except BaseException:
             self.channels.abandon()
             raise

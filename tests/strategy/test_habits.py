@@ -1,0 +1,20 @@
+"""What users do in their modules is right with a pipeline, or is refused or warned of; never silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_3d.testing import preload
+from tests.strategy.habits import step_metrics
+from tests.strategy.test_cases import launch, sizes
+
+preload("tests.models", "tests.strategy.cases", "tests.strategy.habits")
+
+
+def test_a_metric_logged_for_every_step_has_seen_the_whole_batch() -> None:
+    (want,) = launch(step_metrics, 1, None)
+    assert {"f1_step", "accuracy", "f2", "error"} <= set(want[0])
+    for rank in launch(step_metrics, 2, sizes(1, 2)):
+        assert len(rank) == len(want)
+        for got, expected in zip(rank, want, strict=True):
+            assert got == pytest.approx(expected, rel=1e-6)  # float32 states
