@@ -36,6 +36,7 @@ from lightning_3d.tensor import (
     ShardedTensor,
     TensorGroup,
     TensorPlan,
+    cut_optimizer_state,
     function_guard,
     plan_tensor_parallel,
     rewrite,
@@ -56,6 +57,8 @@ class Settings:
     num_microbatches: int | str = "auto"
     sequence_parallel: bool = False
     tensor_parallel_plan: str | dict[str, str] = "auto"
+    strict_tensor_parallel: float | None = None
+    exact_dropout: bool = False
     pipeline_split: str | Sequence[str] = "auto"
     verify: bool | str = "auto"
     bucket_bytes: int | None = None
@@ -84,7 +87,7 @@ class Engine:
         self.proved: str | None = None  # what was proved, on rank zero
         self._cut_by = ""  # the step that was followed
         self._began = time.monotonic()
-        self.tensor_group = TensorGroup(mesh.tensor)
+        self.tensor_group = TensorGroup(mesh.tensor, exact_dropout=settings.exact_dropout)
         self.recording: Recording | None = None
         self.runner: PipelineRunner | None = None
         self.partition: Partition | None = None
@@ -120,7 +123,7 @@ class Engine:
             tensor_group=self.tensor_group if self.layout.tp > 1 else None,
             split=self.settings.pipeline_split,
             seed=self.seed,
-            forward_context=self.settings.forward_context,
+            forward_context=self._forward_context,
             recorder=self.recorder,
         )
         self.partition = self.runner.setup(step_name, batch)
@@ -137,6 +140,7 @@ class Engine:
             self.layout.tp,
             overrides=None if isinstance(overrides, str) else overrides,
             sequence=self.settings.sequence_parallel,
+            strict=self.settings.strict_tensor_parallel,
         )
         self.tensor_plan.check_heads()
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
@@ -209,6 +213,8 @@ class Engine:
                 f"the tensor-parallel plan was made for {self._cut_by}, so it is not proved before training: the "
                 "original is no longer there. Call fit first, or lightning_3d.verify(module, batch, layout) beforehand."
             )
+        for optimizer in optimizers if self.layout.tp > 1 else ():
+            cut_optimizer_state(optimizer, self.tensor_group)
         self.zero = Zero(
             optimizers,
             self.held,
@@ -276,10 +282,16 @@ class Engine:
                 seed_torch(mix(self.seed, number, self.mesh.at.dp), self.mesh.device)
             training = step_name == "training_step"
             stack.enter_context(self.sharding_rules(training, begins=training))
-            stack.enter_context(self.settings.forward_context())
+            stack.enter_context(self._forward_context())
             stack.enter_context(self.mesh.ledger.during("forward"))
             out = call_step(self.module, step_name, *args)
             return out if self.layout.tp == 1 else tree_map(_whole, out)
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Around every forward (of a microbatch and stage), never around a backward."""
+        with self.settings.forward_context(), self.tensor_group.shared_entries.one_forward():
+            yield
 
     def pipeline_train(
         self, batch: Any, batch_idx: int, scale: float, last: bool, keep_gradients: bool, number: int

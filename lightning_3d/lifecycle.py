@@ -213,10 +213,17 @@ class Lifecycle(_Base):
 
     def _load_model(self, checkpoint: Any, strict: bool) -> None:
         """Weights from a directory or a plain state_dict; kept for `setup` when the module is not cut yet."""
-        from lightning_3d.checkpoint import PATH_KEY, load_model_directory, load_model_file
+        from lightning_3d.checkpoint import PATH_KEY, load_model_directory, load_model_file, read_model
 
         if self._engine is None:
-            if PATH_KEY in checkpoint:
+            module = self.lightning_module
+            assert self._mesh is not None
+            assert module is not None
+            ready = self._mesh.layout.replica_size == 1 and not any(p.is_meta for p in module.parameters())
+            if PATH_KEY in checkpoint and ready:  # now, as Lightning does: callbacks may change it again (averages)
+                checkpoint["state_dict"] = {**checkpoint["state_dict"], **read_model(checkpoint[PATH_KEY])}
+                super().load_model_state_dict(checkpoint, strict)
+            elif PATH_KEY in checkpoint:
                 self._pending = (dict(checkpoint), strict)
             else:
                 super().load_model_state_dict(checkpoint, strict)

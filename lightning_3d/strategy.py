@@ -58,6 +58,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         virtual_pipeline_size: int = 1,
         sequence_parallel: bool = False,
         tensor_parallel_plan: Literal["auto"] | dict[str, str] = "auto",
+        strict_tensor_parallel: float | None = None,
+        exact_dropout: bool = False,
         pipeline_split: Literal["auto"] | list[str] = "auto",
         loss_weighting: Literal["microbatch_mean", "tokens"] = "microbatch_mean",
         save_distributed_checkpoint: bool = True,
@@ -89,6 +91,10 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             sequence_parallel: Also cut norms, dropout and residuals along the sequence between tensor-parallel layers.
             tensor_parallel_plan: "auto", or patterns on module or parameter names to "column", "row", "vocab" or
                 "replicate"; what they do not name stays automatic.
+            strict_tensor_parallel: Least part (0 to 1) of the parameters that tensor parallelism must divide; if it is
+                less, set-up fails and lists what stays whole and why.
+            exact_dropout: Draw the dropout masks of whole activations on every rank and use a part of them, so that
+                tensor parallelism gives what one process gives: for tests, it costs the whole masks.
             pipeline_split: "auto", or the name of the first module of every stage but the first.
             loss_weighting: "microbatch_mean": microbatches weighted by samples, replicas equally (what DDP with
                 gradient accumulation gives).
@@ -134,20 +140,22 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         self.layout.check_supported()
         if loss_weighting != "microbatch_mean":
             raise not_yet(f"loss_weighting={loss_weighting!r}", "Use 'microbatch_mean'.")
-        check_effect(self.layout, num_microbatches, pipeline_split, sequence_parallel, tensor_parallel_plan)
         self._allow_cross_node = allow_cross_node_tensor_parallel
         self._save_distributed = save_distributed_checkpoint
         self._settings = Settings(
             num_microbatches=num_microbatches,
             sequence_parallel=sequence_parallel,
             tensor_parallel_plan=tensor_parallel_plan,
+            strict_tensor_parallel=strict_tensor_parallel,
             pipeline_split=pipeline_split,
             verify=verify,
             bucket_bytes=None if bucket_size_mb is None else int(bucket_size_mb * 2**20),
             timeout=timeout,
             record_timeline=record_timeline,
+            exact_dropout=exact_dropout,
             record=record,
         )
+        check_effect(self.layout, self._settings)
         self._mesh: Mesh | None = None
         self._engine: Engine | None = None
         self._init_lifecycle()

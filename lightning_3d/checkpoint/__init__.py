@@ -9,6 +9,7 @@ from lightning_3d.checkpoint.load import (
     load_model_file,
     load_optimizer_directory,
     load_optimizer_file,
+    read_model,
     read_rest,
 )
 from lightning_3d.checkpoint.save import optimizer_entry, save_directory, whole_checkpoint
@@ -29,6 +30,7 @@ __all__ = [
     "load_optimizer_directory",
     "load_optimizer_file",
     "optimizer_entry",
+    "read_model",
     "read_rest",
     "save_directory",
     "whole_checkpoint",

@@ -66,6 +66,14 @@ def read_rest(path: str | os.PathLike[str], weights_only: bool | None = None) ->
     return checkpoint
 
 
+def read_model(path: str) -> dict[str, Tensor]:
+    """All parameters and buffers of a checkpoint directory, whole, on the CPU of this rank."""
+    stored = _stored(path, "model.")
+    whole = {f"model.{k}": torch.empty(m.size, dtype=m.properties.dtype) for k, m in stored.items()}
+    _read(whole, path)
+    return {key.removeprefix("model."): value for key, value in whole.items()}
+
+
 def load_model_directory(state: RunState, path: str, strict: bool = True) -> None:
     """Read this rank's part of the parameters and buffers. Collective over all ranks.
 
@@ -97,6 +105,7 @@ def load_optimizer_directory(
     """Make the optimizers' states from the names in the file and read this rank's part. Collective over all ranks."""
     _check_count(optimizers, saved)
     for index, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
+        _regroup(state, optimizer, [list(group["params"]) for group in entry["param_groups"]])
         prefix = f"optimizer_{index}.state."
         stored = _stored(path, prefix)
         read: dict[str, Tensor] = {}
@@ -113,7 +122,26 @@ def load_optimizer_directory(
             if values:
                 optimizer.state[held] = values
         _read(read, path)
-        _restore_groups(optimizer, entry["param_groups"], state.group_names(optimizer))
+        _restore_groups(optimizer, entry["param_groups"])
+
+
+def _regroup(state: RunState, optimizer: Optimizer, saved: list[list[str]]) -> None:
+    """Make the groups that a saved run had; it may have added some to those it began with (finetuning callbacks).
+
+    Raises:
+        ConfigurationError: The run began with other groups.
+    """
+    assert state.zero is not None
+    names = state.group_names(optimizer)
+    if saved[: len(names)] != names:
+        sizes, own = [len(group) for group in saved], [len(group) for group in names]
+        raise ConfigurationError(
+            f"the checkpoint's parameter groups of {type(optimizer).__name__} have {sizes} parameters, those of the "
+            f"run have {own}"
+            + (", or others" if sizes == own else "")
+            + ". Use the configure_optimizers (and finetuning callbacks) it was saved with."
+        )
+    state.zero.regroup(optimizer, saved)
 
 
 def _empty_state(record: ParameterRecord, held: nn.Parameter, meta: TensorStorageMetadata) -> Tensor:
@@ -162,6 +190,15 @@ def load_optimizer_file(state: RunState, optimizers: Sequence[Optimizer], saved:
     _check_count(optimizers, saved)
     for optimizer, entry in zip(optimizers, saved, strict=True):
         names = state.group_names(optimizer)
+        counts = [len(group["params"]) for group in entry["param_groups"]]
+        if counts != [len(group) for group in names]:
+            raise ConfigurationError(
+                f"the checkpoint's parameter groups of {type(optimizer).__name__} have {counts} parameters, those of "
+                f"the run have {[len(group) for group in names]}. Use the configure_optimizers (and finetuning "
+                "callbacks) it was saved with."
+            )
+        assert state.zero is not None
+        state.zero.regroup(optimizer, names)  # a callback may have put whole parameters into them
         numbers = {
             name: number
             for group, ids in zip(names, (g["params"] for g in entry["param_groups"]), strict=True)
@@ -173,7 +210,7 @@ def load_optimizer_file(state: RunState, optimizers: Sequence[Optimizer], saved:
             if not values or not held.numel():
                 continue
             optimizer.state[held] = {key: _cut(state, record, held, value) for key, value in values.items()}
-        _restore_groups(optimizer, entry["param_groups"], names)
+        _restore_groups(optimizer, entry["param_groups"])
 
 
 def _cut(state: RunState, record: ParameterRecord, held: nn.Parameter, value: Any) -> Any:
@@ -219,12 +256,7 @@ def _check_count(optimizers: Sequence[Optimizer], saved: Sequence[Any]) -> None:
         )
 
 
-def _restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
-    sizes = [len(group["params"]) for group in saved]
-    if sizes != [len(group) for group in names]:
-        raise ConfigurationError(
-            f"the checkpoint's parameter groups of {type(optimizer).__name__} have {sizes} parameters, those of the "
-            f"run have {[len(group) for group in names]}. Use the configure_optimizers it was saved with."
-        )
+def _restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """The options of every group; which parameters are in them is settled."""
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})

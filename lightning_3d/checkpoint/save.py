@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_3d.checkpoint.boxes import GlobalTensor
 from lightning_3d.checkpoint.state import RunState, numbered_groups, parameter_groups
@@ -65,6 +66,7 @@ def save_directory(checkpoint: dict[str, Any], path: str | os.PathLike[str], wor
         partial.mkdir(parents=True)
     world.barrier()
     tensors, rest = _separate(checkpoint)
+    rest = _gathered(rest, world)
     rest["optimizer_states"] = _complete(rest.get("optimizer_states", []), world)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is (unavailable|disabled).*")
@@ -155,12 +157,23 @@ def whole_checkpoint(checkpoint: dict[str, Any], world: Communicator) -> dict[st
 
     One tensor at a time is assembled on every rank and kept on rank 0 only.
     """
-    rest = dict(checkpoint)
-    if "state_dict" in rest:
-        rest["state_dict"] = _whole(rest["state_dict"], world)
-    if "optimizer_states" in rest:
-        rest["optimizer_states"] = [_whole_optimizer(entry, world) for entry in rest["optimizer_states"]]
+    parts = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
+    rest = _gathered({key: value for key, value in checkpoint.items() if key not in parts}, world)
+    if "state_dict" in parts:
+        rest["state_dict"] = _whole(parts["state_dict"], world)
+    if "optimizer_states" in parts:
+        rest["optimizer_states"] = [_whole_optimizer(entry, world) for entry in parts["optimizer_states"]]
     return rest
+
+
+def _gathered(rest: dict[str, Any], world: Communicator) -> dict[str, Any]:
+    """Distributed tensors that a callback put elsewhere in the checkpoint, whole, on the CPU of rank 0."""
+
+    def gather(value: GlobalTensor) -> Tensor | None:
+        full = value.full_tensor()
+        return full.cpu() if world.rank == 0 else None
+
+    return {key: tree_map_only(GlobalTensor, gather, value) for key, value in rest.items()}
 
 
 def _whole(entries: dict[str, Any], world: Communicator) -> dict[str, Any]:

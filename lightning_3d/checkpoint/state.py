@@ -158,7 +158,7 @@ class RunState:
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Names of the parameters of every group, as one process would number them."""
         assert self.zero is not None
-        return self.zero.group_names[optimizer]
+        return self.zero.names_of(optimizer)
 
 
 def parameter_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

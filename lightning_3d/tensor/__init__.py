@@ -25,7 +25,7 @@ from lightning_3d.tensor.operation_proof import OperationReport, prove_operation
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.plan import plan_tensor_parallel
 from lightning_3d.tensor.registry import register_rule
-from lightning_3d.tensor.rewrite import original_class, rewrite
+from lightning_3d.tensor.rewrite import cut_optimizer_state, original_class, rewrite
 from lightning_3d.tensor.sharded import ShardedTensor, local, map_local, placement, whole, wrap
 from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
 from lightning_3d.tensor.verify import NothingToProve, TensorReport, verify_tensor_plan
@@ -45,6 +45,7 @@ __all__ = [
     "TensorReport",
     "ThreadCommunicator",
     "VocabParallelEmbedding",
+    "cut_optimizer_state",
     "dry_group",
     "function_guard",
     "local",

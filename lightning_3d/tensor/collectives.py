@@ -201,6 +201,8 @@ def _enter(x: Tensor, group: TensorGroup) -> tuple[Tensor, _FanOut]:
     Never on a leaf: a Parameter would keep the memo beyond the step.
     """
     assert not getattr(type(x), "shows_global_shape", False), "a cut tensor where a whole one is expected"
+    if x.is_leaf and (together := group.shared_entries.enter(x, group)) is not None:
+        return together, _FanOut()
     memo = None if x.is_leaf else x.__dict__.get("_tp_entry")
     if memo is not None and memo[1] == x._version and memo[2] is group:
         inside, fan = memo[0], memo[3]
@@ -258,6 +260,7 @@ def gather(x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
     return original_apply(_Gather, x, placement, group)
 
 
+@_pair
 def sum_copies(x: Tensor, copies: int, group: TensorGroup) -> Tensor:
     """A parameter that `copies` neighbouring ranks hold: identity forward, backward the sum over them."""
     return original_apply(_SumCopies, x, copies, group) if _tracked(x) else x

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import TensorPlanError
@@ -24,6 +25,7 @@ from lightning_3d.tensor.layers import (
     shard_parameter,
     sharded_view,
 )
+from lightning_3d.tensor.placement import Placement
 
 _classes: dict[Any, type[nn.Module]] = {}
 
@@ -63,6 +65,18 @@ def rewrite(module: nn.Module, plan: TensorPlan, group: TensorGroup | Communicat
         child = module.get_submodule(path)
         swapped.setdefault(id(child), {}).update(own)
         _adopt(child, swapped[id(child)], group)
+
+
+def cut_optimizer_state(optimizer: Optimizer, group: TensorGroup) -> None:
+    """State that was made before the rewrite (Adagrad's sums, moments filled by the user), cut as its parameter is."""
+    for parameter, state in optimizer.state.items():
+        cut: Placement | None = getattr(parameter, "placement", None)
+        if cut is None:
+            continue
+        shape = parameter.global_shape  # type: ignore[attr-defined]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == shape:
+                state[key] = cut.to_local(value, group.rank, group.size).clone()
 
 
 def _check(names: dict[str, nn.Parameter], plan: TensorPlan, group: TensorGroup) -> None:

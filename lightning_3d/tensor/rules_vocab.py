@@ -22,7 +22,7 @@ def _cross_entropy(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = bind(_CROSS_ENTROPY, args, kwargs)
     legacy = given.get("size_average") is not None or given.get("reduce") is not None
     if legacy or not has_cut_form(given["input"], given["target"], given.get("weight")):
-        raise NoRule("cross_entropy with probabilities, or with cut targets or class weights, has no vocab-parallel form")
+        raise NoRule("cross_entropy with probabilities, or with cut targets or weights, has no vocab-parallel form")
     return cut_cross_entropy(
         given["input"],
         given["target"],

@@ -177,6 +177,27 @@ class Bucket:
                 data = data.view(slot.shape)
             slot.held = Piece(data, slot)
 
+    def reclaim(self) -> None:
+        """Take back parameters whose `.data` user code replaced (pruning, updates by hand), values and all.
+
+        Raises:
+            ConfigurationError: The new data has another shape or type.
+        """
+        if self.parameters is None:
+            return
+        for slot in self.slots:
+            data, place = slot.parameter.data, slot.view(self.parameters)
+            if data.data_ptr() == place.data_ptr() and data.dtype == place.dtype and data.shape == place.shape:
+                continue
+            if data.shape != place.shape or data.dtype != place.dtype:
+                raise ConfigurationError(
+                    f"the data of parameter {slot.name!r} was replaced during training by a tensor of shape "
+                    f"{tuple(data.shape)} and {data.dtype}; its optimizer state is for {tuple(place.shape)} and "
+                    f"{place.dtype}. Keep shape and type, or use zero_stage=0."
+                )
+            place.copy_(data)
+            slot.parameter.data = place
+
     # -- gradients
     def write(self, slot: Slot, take: Callable[[Bucket], Tensor]) -> None:
         """Move the parameter's `.grad` into the full-size buffer, adding to what this window put there."""

@@ -75,6 +75,7 @@ class Zero:
         self.data, self._control = data, control
         self.stage = stage if data.size > 1 else 0
         self._names, self._counted = dict(names), counted
+        self._parameters = dict(parameters)
         self._order = {id(p): i for i, p in enumerate(parameters.values())}
         self._held_names = {id(p): n for n, p in parameters.items()}
         self._holders = {name: axis for axis, group in shared for name in group}
@@ -104,6 +105,7 @@ class Zero:
         check_fits(type(optimizer).__name__, kind, self.data.size, self._parted, sorted(names & self._cut))
         self._adopt(optimizer)
         if self.stage:
+            optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
             optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
 
     def release(self) -> None:
@@ -193,6 +195,10 @@ class Zero:
         self.buckets += made
         return made
 
+    def _reclaim(self, optimizer: Optimizer) -> None:
+        for bucket in self._of_optimizer[optimizer]:
+            bucket.reclaim()
+
     def _after_step(self, optimizer: Optimizer) -> None:
         """All-gather the new parameters, in the order the next forward needs them."""
         buckets = self._of_optimizer[optimizer]
@@ -208,6 +214,28 @@ class Zero:
         for optimizer in self.optimizers:
             if any(self._is_new(p) for group in optimizer.param_groups for p in group["params"]):
                 self._adopt(optimizer)
+
+    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """Names of the parameters of every group, in order, as one process would number them."""
+        self._record_names(optimizer)
+        return self.group_names[optimizer]
+
+    def regroup(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
+        """Groups with these parameters: what a run had that added some during training (finetuning callbacks).
+
+        Args:
+            optimizer: One of the optimizers; its first groups may have been replaced by a callback.
+            names: Names of every group's parameters, the groups it was built with first.
+        """
+        held = self._parameters
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        for index, group_names in enumerate(names):
+            if index == len(optimizer.param_groups):
+                optimizer.param_groups.append({**options})
+            found = [held[name] for name in group_names if name in held]
+            optimizer.param_groups[index]["params"] = found
+        self.group_names[optimizer] = [list(group) for group in names]
+        self._adopt(optimizer)
 
     def set_aside(self, keep: bool) -> None:
         """Clear the module's `.grad` before a pipeline schedule, which runs ahead of Lightning's `zero_grad`.
