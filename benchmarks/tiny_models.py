@@ -47,8 +47,8 @@ SIZES: dict[str, Any] = {
     # state spaces
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
     # linear attention, indexers of sparse attention
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "index_n_heads"), _HEADS),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "index_head_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "index_n_heads"), _HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim"), 16),
     "index_topk": 8,
     # behaviour
     "sliding_window": 8,
@@ -84,6 +84,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": _GEMMA4},
     "gemma4_unified": {"text_config": _GEMMA4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "n_groups": 4, "chunk_size": 8},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"]},

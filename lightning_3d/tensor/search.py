@@ -125,7 +125,7 @@ class Search:
         blamed = frozenset(sources)
         if not blamed:  # only sequence parallelism: gathering is right
             return
-        if len(blamed) == 1 and self._may_end_here(next(iter(blamed)), why):
+        if len(blamed) == 1 and not why.fatal and self._may_end_here(next(iter(blamed)), why):
             self.heads |= blamed
             return
         if why.partner is not None:
