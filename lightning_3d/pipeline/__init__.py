@@ -1,5 +1,6 @@
 """HOW is the model cut into stages, and driven?  Pipeline parallelism of an unmodified step, by its event trace."""
 
+from lightning_3d.pipeline.absent import AbsentParameter, drop, is_absent
 from lightning_3d.pipeline.atoms import find_atoms
 from lightning_3d.pipeline.channels import Channels, Message
 from lightning_3d.pipeline.check import Report, check
@@ -7,7 +8,7 @@ from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.merge import merge
 from lightning_3d.pipeline.microbatch import split
 from lightning_3d.pipeline.partition import Partition, Window
-from lightning_3d.pipeline.phantom import AbsentParameter, Phantom, drop, is_absent
+from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.results import LogEntry, StepResult
 from lightning_3d.pipeline.runner import PipelineRunner
 from lightning_3d.pipeline.samples import batch_size

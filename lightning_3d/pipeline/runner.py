@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.absent import drop
 from lightning_3d.pipeline.batch_tree import signature
 from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.events import Trace
@@ -24,7 +25,6 @@ from lightning_3d.pipeline.execution import Program
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
-from lightning_3d.pipeline.phantom import drop
 from lightning_3d.pipeline.planning import Split, cut, make_plan
 from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds, mix

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.pipeline.absent import AbsentParameter, make_absent
 from lightning_3d.pipeline.events import Vid
 from lightning_3d.pipeline.execution import Live, Program, backward, forward, loss_of
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Partition, windows_from_starts
-from lightning_3d.pipeline.phantom import AbsentParameter, make_absent
 from lightning_3d.pipeline.planning import Plan, Split, cut, make_plan
 from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds
