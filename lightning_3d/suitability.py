@@ -43,13 +43,16 @@ def check_can_be_trained(module: Any, layout: Layout, callbacks: Iterable[Any]) 
     Raises:
         ConfigurationError: A callback that averages weights, or manual optimization with a pipeline.
     """
-    for callback in callbacks if layout.replica_size > 1 else ():
+    parted = layout.replica_size > 1
+    for callback in callbacks if parted or (layout.zero and layout.dp > 1) else ():
         if any(c.__name__ == "ModelPruning" for c in type(callback).__mro__):
             raise ConfigurationError(
-                f"{type(callback).__name__} replaces parameters by masked ones while the model is trained, but with "
-                f"{layout.tp} tensor-parallel ranks and {layout.pp} pipeline stages they are parts that were planned "
-                "before. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism works)."
+                f"{type(callback).__name__} exchanges parameters, and the storage they share with its copies, while "
+                "the model is trained; here parameters are parts of larger buffers that were planned before. Use it "
+                "with data parallelism alone: tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=0."
             )
+        if not parted:
+            continue
         kind = next((c.__name__ for c in type(callback).__mro__ if c.__name__ in _AVERAGING), None)
         if kind is not None:
             raise ConfigurationError(

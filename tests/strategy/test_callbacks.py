@@ -15,7 +15,7 @@ TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"zero_
 CASES: dict[str, list[dict[str, Any]]] = {
     "finetune": [TP, PP, DP],
     "average": [DP, {"zero_stage": 0}, {"save_distributed_checkpoint": False}],
-    "prune": [DP],
+    "prune": [{"zero_stage": 0}],
     "replace": [TP, PP, DP],
     "adagrad": [TP, {**TP, "zero_stage": 0}, PP, DP],
 }

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from lightning_3d import Layout, ThreeDStrategy
@@ -112,6 +112,11 @@ class Averaged(models.LitMLP):
         return [StochasticWeightAveraging(swa_lrs=0.1)]
 
 
+class Pruned(models.LitMLP):
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured", amount=0.3)]
+
+
 class RankBranch(models.LitGPT):
     """Reads divided logits on one rank only: a collective the others do not take part in."""
 
@@ -152,6 +157,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "lbfgs_tp": (SecondOrder, {"tensor_parallel_size": 2}, ["LBFGS", "tensor or pipeline", "zero_stage=0"]),
     "adafactor": (WholeMatrix, {"tensor_parallel_size": 2}, ["Adafactor", "net.10.bias", "tensor_parallel_size=1"]),
     "averaging": (Averaged, {"pipeline_parallel_size": 2}, ["StochasticWeightAveraging", "2 pipeline stages"]),
+    "pruning": (Pruned, {"tensor_parallel_size": 2}, ["ModelPruning", "zero_stage=0"]),
+    "pruning_zero": (Pruned, {}, ["ModelPruning", "zero_stage=0"]),
     "rank": (RankBranch, {"tensor_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
     "rank_pp": (RankBranch, {"pipeline_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
     "samples": (OwnSamples, {"tensor_parallel_size": 2}, ["different batches", "distributed_sampler_kwargs"]),
