@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -98,6 +99,30 @@ def _first(loader: Any) -> Any:
             f"a {type(loader).__name__} gives no batch. The plan is made by following the first batch through the "
             "user's step, so every loader needs at least one; check its length, batch_size and drop_last."
         ) from None
+
+
+def broadcast_batch(batch: Any, world: Communicator) -> Any:
+    """The first rank's batch on every rank.
+
+    Collectives: one broadcast of the pickled batch.
+
+    Raises:
+        ConfigurationError: It cannot be pickled; raised on every rank.
+    """
+    message: tuple[str, bytes] = ("", b"")
+    if world.rank == 0:
+        try:
+            message = ("", pickle.dumps(batch))
+        except (AttributeError, TypeError, pickle.PicklingError, RuntimeError) as error:
+            message = (f"the first batch ({type(batch).__qualname__}) cannot be pickled: {error}", b"")
+    problem, content = world.broadcast_object(message, 0)
+    if problem:
+        raise ConfigurationError(
+            f"{problem}. All ranks plan with the same first batch, so rank 0 sends it to the others. Define the "
+            "classes of your batches at the top level of a module (not inside a function or method), and keep "
+            "generators, locks, open files and lambdas out of batches."
+        )
+    return batch if world.rank == 0 else pickle.loads(content)
 
 
 def batch_digest(batch: Any) -> str:

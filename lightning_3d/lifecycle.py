@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_3d.data import check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
+from lightning_3d.data import broadcast_batch, check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
 from lightning_3d.engine import Engine, Settings
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.gradients import clip, norm_of
@@ -195,7 +195,7 @@ class Lifecycle(_Base):
             if step_name != "training_step" and isinstance(loaders, Sequence):
                 loaders = loaders[0]
             batch = first_batch(loaders)
-        batch = self._mesh.world.broadcast_object(batch, 0)
+        batch = broadcast_batch(batch, self._mesh.world)
         batch = self.precision_plugin.convert_input(batch)
         batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.batch_to_device(batch, dataloader_idx=0)

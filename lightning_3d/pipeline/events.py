@@ -166,6 +166,7 @@ class Trace:
         step_metrics: torchmetrics metrics that `self.log` got with `on_step`.
         touched: Modules whose Python attributes glue code changed.
         changed: Tensors (buffers, attributes) that glue code changed in place.
+        changed_buffers: Names of registered buffers whose values the step changed, in glue code or in atoms.
         python_random: Glue code drew from `random` or numpy.
         warnings: What the user may want to know.
         warm: Glue code cached something on its first call; that state was kept.
@@ -183,6 +184,7 @@ class Trace:
     step_metrics: list[Any] = field(default_factory=list)
     touched: list[nn.Module] = field(default_factory=list)
     changed: list[Tensor] = field(default_factory=list)
+    changed_buffers: list[str] = field(default_factory=list)
     python_random: bool = False
     warnings: list[str] = field(default_factory=list)
     warm: bool = False

@@ -22,6 +22,8 @@ from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.step_values import StepValues
 from lightning_3d.probe import ModuleState
 
+TRAINING = "training_step"
+
 
 @dataclass
 class Program:
@@ -129,6 +131,22 @@ def loss_of(out: Any, step_name: str) -> Tensor | None:
     if out is not None and not isinstance(out, Tensor):
         raise PipelineError(f"{step_name} returned a {type(out).__name__}; it must return a tensor, a dict or None.")
     return out
+
+
+def trained_loss(out: Any, step_name: str) -> Tensor | None:
+    """The loss a backward will start from.
+
+    Raises:
+        PipelineError: It is no loss, or nothing can be trained with it.
+    """
+    loss = loss_of(out, step_name)
+    if loss is not None and not loss.requires_grad:
+        raise PipelineError(
+            f"{step_name} returned a loss that does not require grad (no grad_fn), so no parameter would be trained. "
+            "It was detached (.detach(), .item(), torch.no_grad(), torch.tensor(loss)), or every parameter it depends "
+            "on is frozen (requires_grad=False). Return the loss with its graph, or None to skip a batch."
+        )
+    return loss
 
 
 def backward(live: Live, gradients: Mapping[Vid, Tensor]) -> dict[Vid, Tensor]:

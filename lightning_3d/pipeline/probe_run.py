@@ -28,6 +28,7 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.describe import describe
 from lightning_3d.pipeline.events import Event, NoCut, TensorMeta, Trace, Vid
+from lightning_3d.pipeline.execution import TRAINING, trained_loss
 from lightning_3d.pipeline.glue import Glue
 from lightning_3d.pipeline.holders import changed, has_tensor, holders, slots
 from lightning_3d.pipeline.phantom import Phantom, function_name
@@ -68,8 +69,13 @@ class TraceRun(Glue):
         self._made: list[Phantom] = []
 
     def run(self, step: Callable[[], Any]) -> None:
+        before = _buffers(self.module)
         with self.active():
             out = step()
+        if self.trace.step == TRAINING and torch.is_grad_enabled():
+            trained_loss(out, TRAINING)
+        written = self.trace.buffer_writes
+        self.trace.changed_buffers = [n for n, x in _buffers(self.module).items() if n in written or before.get(n) != x]
         self.trace.final_reads |= {x.vid for x in tree_flatten(out)[0] if isinstance(x, Phantom)}
         dynamic = [n for n, event in enumerate(self.trace.events) if event.dynamic]
         if dynamic:
@@ -235,6 +241,11 @@ class TraceRun(Glue):
     @property
     def _module_by_id(self) -> dict[int, nn.Module]:
         return {id(m): m for m in self.module.modules()}
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which object every buffer is, and how often it was changed in place."""
+    return {n: (id(x), -1 if x.is_inference() else x._version) for n, x in module.named_buffers()}
 
 
 def _attributes(module: nn.Module) -> dict[tuple[int, str], Any]:

@@ -19,9 +19,10 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.absent import drop
 from lightning_3d.pipeline.batch_tree import signature
+from lightning_3d.pipeline.changes import warn_of_changed_buffers
 from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.events import Trace
-from lightning_3d.pipeline.execution import Program
+from lightning_3d.pipeline.execution import TRAINING, Program
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
@@ -34,7 +35,6 @@ from lightning_3d.pipeline.trace import trace, without_inference_tensors
 from lightning_3d.pipeline.walk import Recorder, Walk
 from lightning_3d.probe import agree, call_step, probe_arguments
 
-TRAINING = "training_step"
 _SIGNATURES_KEPT = 256
 _PATHS_KEPT = 8
 
@@ -99,6 +99,7 @@ class PipelineRunner:
         self.buffers: dict[str, int] = {}
         self._held: Held | None = None
         self._partitions: dict[Any, list[Partition]] = {}
+        self._warned = False
         self._memory: Memory = {}  # which parts of training batches are cut
 
     # -- set-up
@@ -191,6 +192,8 @@ class PipelineRunner:
 
     def _agreed(self, step_name: str, found: Trace) -> Partition:
         assert self._held is not None
+        if step_name == TRAINING and self.num_microbatches > 1 and not self._warned:
+            self._warned = warn_of_changed_buffers(self.module, found, self.num_microbatches)
         partition = cut(found, self._held, training=step_name == TRAINING)
         agree(f"the pipeline plan of {step_name}", partition.plain(), self.mesh.replica)
         return partition

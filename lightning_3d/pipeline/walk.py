@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_3d.comm import Ledger
 from lightning_3d.pipeline.channels import Channels, Message
 from lightning_3d.pipeline.events import TensorMeta, Vid
-from lightning_3d.pipeline.execution import Live, Program, backward, differentiable, forward, loss_of
+from lightning_3d.pipeline.execution import Live, Program, backward, differentiable, forward, trained_loss
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.rng import Seeds
 from lightning_3d.pipeline.schedule import Action
@@ -168,7 +168,7 @@ class Walk:
         if run.last:
             self.outputs[i], self.logged[i] = out, run.logged
             if training:
-                loss = loss_of(out, self.step_name)
+                loss = trained_loss(out, self.step_name)
                 self.losses[i] = None if loss is None else loss.detach()
                 live.loss = None if loss is None else loss * self._weight(i) * self.scale
                 self.outputs[i] = _without_graph(out)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -60,3 +61,43 @@ def step_metrics(sizes: dict[str, Any] | None) -> list[dict[str, float]]:
     torch.manual_seed(4)
     trainer = trained(StepMetrics().double(), sizes, callbacks=[record])
     return [*record.seen, {k: float(v) for k, v in trainer.callback_metrics.items()}]
+
+
+# -- buffers that the user's code changes
+class Counting(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.linear = inside, nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("constant", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.inside:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.linear(x - self.mean * self.constant)
+
+
+class Buffers(models.LitMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+        self.first, self.second, self.norm = Counting(True), Counting(False), nn.BatchNorm1d(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(self.norm(self.second(self.first(batch["x"])))), batch["y"])
+        self.ema.mul_(0.9).add_(0.1 * loss.detach())
+        self.calls = self.calls + 1
+        return loss
+
+
+def changed_buffers(cases: list[dict[str, Any]]) -> list[list[str]]:
+    out = []
+    for sizes in cases:
+        with warnings.catch_warnings(record=True) as caught:
+            strategy = ThreeDStrategy(**sizes)
+            trainer = trainer_for(strategy, max_steps=1)
+            warnings.simplefilter("always")
+            trainer.fit(Buffers(), models.loader("mlp", 16, 16))
+        out.append([str(w.message) for w in caught if "changes the buffers" in str(w.message)])
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import warnings
@@ -145,6 +146,31 @@ class OwnSamples(models.LitMLP):
         return torch.utils.data.DataLoader(data, batch_size=8)
 
 
+class Detached(models.LitMLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class LocalBatch(models.LitMLP):
+    def train_dataloader(self) -> Any:
+        @dataclasses.dataclass
+        class Pair:
+            x: torch.Tensor
+            y: torch.Tensor
+
+        def collate(samples: Any) -> Pair:
+            return Pair(torch.stack([s["x"] for s in samples]), torch.stack([s["y"] for s in samples]))
+
+        return torch.utils.data.DataLoader(models.vectors(16), batch_size=8, collate_fn=collate)
+
+
+class OwnCopy(models.LitMLP):
+    """Looks at its whole state before anything is trained."""
+
+    def on_train_start(self) -> None:
+        self.first = {k: v.clone() for k, v in self.state_dict().items()}
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "manual": (Manual, {"pipeline_parallel_size": 2}, ["Manual", "manual optimization", "pipeline_parallel_size=1"]),
     "pieces": (OneLayer, {"pipeline_parallel_size": 2}, ["layer", "2"]),
@@ -161,6 +187,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "pruning_zero": (Pruned, {}, ["ModelPruning", "zero_stage=0"]),
     "rank": (RankBranch, {"tensor_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
     "rank_pp": (RankBranch, {"pipeline_parallel_size": 2}, ["differs between the ranks", "global_rank"]),
+    "detached": (Detached, {"pipeline_parallel_size": 2}, ["training_step", "does not require grad", "detach"]),
+    "local": (LocalBatch, {"pipeline_parallel_size": 2}, ["cannot be pickled", "Pair", "top level of a module"]),
+    "copy": (OwnCopy, {"pipeline_parallel_size": 2}, ["state_dict()", "net.", "trainer.save_checkpoint", "export"]),
     "samples": (OwnSamples, {"tensor_parallel_size": 2}, ["different batches", "distributed_sampler_kwargs"]),
     "heads": (
         FewHeads,
