@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "encoder_layers": _LAYERS,
     # tables
     "vocab_size": VOCABULARY,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id",), 1),
     **dict.fromkeys(("eos_token_id",), 2),
@@ -108,7 +108,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"d_inner": _INNER, "max_position_embeddings": ...},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "n_mamba_heads": 2},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_ngroups": 4, "chunk_size": 8},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 4,
+        "chunk_size": 8,
+        "adapter_rank": 8,
+    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
 }
 """Architectures whose settings depend on each other in their own way; `...` leaves the class's default."""

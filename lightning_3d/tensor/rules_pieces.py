@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.tensor.collectives import reduce_out
 from lightning_3d.tensor.operands import align, derive, localize
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
@@ -196,11 +197,46 @@ def _local_index(x: ShardedTensor, index: Any) -> tuple[tuple[Any, ...], Placeme
     return tuple(out), result, result_dim
 
 
+def _one_position(x: ShardedTensor, index: Any) -> Tensor | None:
+    """`table[7]` on the cut dim: the rank that owns it gives it to all.
+
+    Not while planning, where another segmentation (q, k and v of a fused weight) is the better answer.
+    Collectives: one all-reduce of the result (backward: none).
+    """
+    entries, cut, group = _full_index(x, index), x.placement, x.group
+    if group.on_gather is not None or cut.copies > 1 or any(isinstance(e, (Tensor, list)) for e in entries):
+        return None
+    at = [i for i, e in enumerate(entries) if e is not None][cut.dim]
+    if not isinstance(entries[at], int):
+        return None
+    owner, row = _owner(cut, range(cut.length)[entries[at]], group.size)
+    part = x.local[(*entries[:at], row, *entries[at + 1 :])]
+    if owner != group.rank:  # zeros, but part of the graph as on the owner
+        part = part.masked_fill(torch.ones((), dtype=torch.bool, device=part.device), 0)
+    group.conversions += 1
+    return reduce_out(part, group)
+
+
+def _owner(cut: Placement, position: int, ranks: int) -> tuple[int, int]:
+    """(rank, index into its shard) of a position of the cut dim."""
+    start = local = 0
+    for n in cut.segments:
+        chunk = (n + cut.padding) // ranks
+        if position < start + n:
+            rank, offset = divmod(position - start, chunk)
+            return rank, local + offset
+        start, local = start + n, local + chunk
+    raise IndexError(position)
+
+
 @register_rule("getitem")
 def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, index = args
     if not is_sharded(x):
         raise NoRule("indexing by a cut tensor")
+    position = _one_position(x, index)
+    if position is not None:
+        return position
     local_index, cut, _ = _local_index(x, index)
     return derive(x.local[local_index], cut, x)
 

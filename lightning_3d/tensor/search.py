@@ -235,6 +235,7 @@ class Search:
             if others:
                 self.tried.setdefault(key, []).append(others[0])
                 self.beliefs.segments[key] = others[0]
+                self.beliefs.copies.pop(key, None)
                 continue
             demand = self.facts.demands.get(key)
             if demand not in (None, "replicate"):

@@ -47,6 +47,7 @@ CASES: dict[str, Case] = {
     "scatter_add": (lambda x, y: x.scatter_add(2, INDEX, y) * 2, [(2, 8, 6), (2, 8, 6)]),
     "index_add": (lambda x, y: x.index_add(2, ROWS, y, alpha=3), [(2, 8, 6), (2, 8, 3)]),
     "index_copy": (lambda x, y: torch.index_copy(x, 2, ROWS[:2], y), [(2, 8, 6), (2, 8, 2)]),
+    "positions": (lambda x: x[:, 2] + x[..., -1, :] * x[1, None, 5] + x.select(1, 0), [(2, 8, 6)]),
     "solve_triangular": (
         lambda a, b: torch.linalg.solve_triangular(a.tanh().tril(-1) + torch.eye(3).double(), b, upper=False),
         [(4, 3, 3), (4, 3, 8)],
@@ -69,6 +70,13 @@ def test_any_placement_of_the_operands_is_exact(name: str, size: int) -> None:
         if any(cuts):
             compare(function, tensors, cuts, size)
             tried += 1
+
+
+@pytest.mark.parametrize("position", [0, 4, -1])
+def test_one_row_of_a_padded_table(position: int) -> None:
+    cut = Placement(0, (5,), padding=3)
+    ranks = compare(lambda table: table[position] * 2, [draw(5, 6)], [cut], 4)
+    assert {op for (_, _, op) in ranks[0].ledger.traffic} == {"all_reduce"}
 
 
 CHANNELS, ROW = Placement(1, (8,)), Placement(0, (8,))
