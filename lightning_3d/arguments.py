@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_3d.engine import Settings
-from lightning_3d.errors import ConfigurationError, near
+from lightning_3d.errors import ConfigurationError, near, not_yet
 from lightning_3d.layout import LONG_NAMES, Layout
 from lightning_3d.tensor.facts import DEMANDS
 
@@ -69,6 +69,21 @@ def check_effect(layout: Layout, settings: Settings) -> None:
         )
 
 
+def check_loss_weighting(value: Any) -> None:
+    """Refuse all but the one way that is built.
+
+    Raises:
+        ConfigurationError: With the known values.
+    """
+    if value not in ("microbatch_mean", "tokens"):
+        raise ConfigurationError(
+            f"loss_weighting is {value!r}; it must be 'microbatch_mean' or 'tokens'."
+            + near(str(value), ("microbatch_mean", "tokens"))
+        )
+    if value == "tokens":
+        raise not_yet("loss_weighting='tokens'", "Use 'microbatch_mean'.")
+
+
 def _check_values(settings: Settings) -> None:
     microbatches, plan, least = (
         settings.num_microbatches,
@@ -80,6 +95,8 @@ def _check_values(settings: Settings) -> None:
             raise ConfigurationError(f"num_microbatches is {microbatches!r}; it must be 'auto' or an integer.")
         if microbatches < 1:
             raise ConfigurationError(f"num_microbatches is {microbatches}; it must be at least 1.")
+    if not isinstance(settings.verify, bool) and settings.verify != "auto":
+        raise ConfigurationError(f"verify is {settings.verify!r}; it must be 'auto', True or False.")
     if least is not None and not 0 <= least <= 1:
         raise ConfigurationError(f"strict_tensor_parallel is {least!r}; it is a part of all parameters, from 0 to 1.")
     for pattern, kind in plan.items() if isinstance(plan, Mapping) else ():

@@ -130,6 +130,11 @@ def _inspect(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from lightning_3d.checkpoint import export_checkpoint
 
+    if args.path.is_file():
+        raise ConfigurationError(
+            f"{str(args.path)!r} is one file, so it is a plain checkpoint already: load_from_checkpoint and "
+            "trainer.fit(..., ckpt_path=...) read it as it is. export makes such a file of a checkpoint directory."
+        )
     export_checkpoint(args.path, args.out)
     show(f"wrote {args.out}")
     return 0

@@ -19,11 +19,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_3d.arguments import CheckedArguments, check_effect
+from lightning_3d.arguments import CheckedArguments, check_effect, check_loss_weighting
 from lightning_3d.comm import Ledger, ProcessCommunicator
 from lightning_3d.data import random_state_kept
 from lightning_3d.engine import Engine, Settings
-from lightning_3d.errors import ConfigurationError, LayoutError, not_yet
+from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.gradients import gradient_norm
 from lightning_3d.launch import WholeWeightsLauncher
 from lightning_3d.layout import Layout
@@ -138,8 +138,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             virtual=virtual_pipeline_size,
         )
         self.layout.check_supported()
-        if loss_weighting != "microbatch_mean":
-            raise not_yet(f"loss_weighting={loss_weighting!r}", "Use 'microbatch_mean'.")
+        check_loss_weighting(loss_weighting)
         self._allow_cross_node = allow_cross_node_tensor_parallel
         self._save_distributed = save_distributed_checkpoint
         self._settings = Settings(

@@ -7,7 +7,8 @@ print(lightning_3d.explain(module, batch, "tp2-pp2"))
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_3d.errors import ParityError
+from lightning_3d.batch_loss import warning_of_cut_loss
+from lightning_3d.errors import ConfigurationError, ParityError
 from lightning_3d.explain import describe_plan, stages_of
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline import Simulation, simulate
@@ -40,6 +42,12 @@ from lightning_3d.testing import relative_error
 TOLERANCE = 1e-6
 """Largest relative error that passes; what is compared is float64, where a fault is larger and rounding far smaller."""
 
+_NOTHING_CUT = (
+    "warning: nothing of this model can be cut over {size} tensor-parallel ranks: every rank would hold and compute "
+    "all of it. explain says why for each parameter; most often a dimension or the number of heads is no multiple of "
+    "{size}."
+)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -52,6 +60,7 @@ class Report:
         errors: Parameter name -> relative error of its gradient through the stages; empty for pp=1.
         tolerance: Largest error that passes.
         pipeline_run: The stages were run; False for a model that is too large to be copied.
+        warnings: What is equal and may still not be what the user wants; no part of `ok`.
     """
 
     layout: Layout
@@ -60,6 +69,7 @@ class Report:
     errors: dict[str, float] = field(default_factory=dict)
     tolerance: float = TOLERANCE
     pipeline_run: bool = True
+    warnings: tuple[str, ...] = ()
 
     @property
     def worst(self) -> float:
@@ -94,7 +104,7 @@ class Report:
                 f"pipeline over {self.layout.pp} stages: not run, the model has more than {LARGEST_RUN / 1e6:.0f} "
                 "million parameters or no values; verify a smaller configuration of it"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.warnings])
 
     def raise_if_wrong(self) -> None:
         """Raise `ParityError` unless everything agrees."""
@@ -126,18 +136,27 @@ def verify(module: nn.Module, batch: Any, layout: Layout | str, *, num_microbatc
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     layout.check_supported()
+    with _without_trainer(module):
+        return _verify(module, batch, layout, num_microbatches)
+
+
+def _verify(module: nn.Module, batch: Any, layout: Layout, num_microbatches: int) -> Report:
     step = _step(batch)
     plan = plan_tensor_parallel(module, step, layout.tp) if layout.tp > 1 else None
     run = is_small(module)
     tensor: TensorReport | OperationReport | None = None
+    warnings: tuple[str, ...] = ()
     if plan is not None:
         tensor = verify_tensor_plan(module, plan, step) if run else prove_plan(module, plan, _step_on, batch, run=False)
+        if not plan.sharded_fraction:
+            warnings = (_NOTHING_CUT.format(size=layout.tp),)
     if layout.pp == 1 or (tensor is not None and not tensor.ok):
-        return Report(layout, tensor)
+        return Report(layout, tensor, warnings=warnings)
     if not run:
-        return Report(layout, tensor, pipeline_run=False)
-    loss_error, errors = _through_stages(module, batch, layout, plan, num_microbatches)
-    return Report(layout, tensor, loss_error, errors)
+        return Report(layout, tensor, pipeline_run=False, warnings=warnings)
+    loss_error, errors, warning = _through_stages(module, batch, layout, plan, num_microbatches)
+    warnings = warnings if warning is None else (*warnings, warning)
+    return Report(layout, tensor, loss_error, errors, warnings=warnings)
 
 
 def explain(module: nn.Module, batch: Any, layout: Layout | str) -> str:
@@ -154,11 +173,28 @@ def explain(module: nn.Module, batch: Any, layout: Layout | str) -> str:
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     layout.check_supported()
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
-    plan = plan_tensor_parallel(module, _step(batch), layout.tp) if layout.tp > 1 else None
-    stages = None
-    if layout.pp > 1:
-        stages = stages_of(simulate(module, layout.pp, batch).partitions[0])
+    with _without_trainer(module):
+        plan = plan_tensor_parallel(module, _step(batch), layout.tp) if layout.tp > 1 else None
+        stages = None
+        if layout.pp > 1:
+            stages = stages_of(simulate(module, layout.pp, batch).partitions[0])
     return describe_plan(layout, plan, shapes, stages)
+
+
+@contextmanager
+def _without_trainer(module: nn.Module) -> Iterator[None]:
+    """A short error for a step that needs a Trainer, which is not there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not attached to a `Trainer`" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"training_step of {type(module).__name__} uses self.trainer, or what needs it (self.optimizers(), "
+            "self.lr_schedulers()), but verify and explain call the step without a Trainer. With ThreeDStrategy in a "
+            "Trainer it works, and the plan is proved there before training (strategy.explain() shows it). To use them "
+            "here, guard those lines: `if self._trainer is not None: ...`."
+        ) from None
 
 
 def _step(batch: Any) -> Callable[[nn.Module], Any]:
@@ -171,8 +207,8 @@ def _step_on(module: nn.Module, batch: Any) -> Any:
 
 def _through_stages(
     module: nn.Module, batch: Any, layout: Layout, plan: TensorPlan | None, num_microbatches: int
-) -> tuple[float, dict[str, float]]:
-    """Errors of the loss and gradients when the (rewritten) model runs in stages."""
+) -> tuple[float, dict[str, float], str | None]:
+    """Errors of the loss and gradients when the (rewritten) model runs in stages, and a warning of the microbatches."""
     batch = tree_map(_exact, batch)
     options: dict[str, Any] = {"num_microbatches": num_microbatches, "forward_context": Exactly}
     with experiment(0):
@@ -188,15 +224,19 @@ def _through_stages(
                 rewrite(model, plan, group)
             return simulate(model, layout.pp, batch, tensor_group=group, **options)
 
+        def uncut(seed: int) -> Tensor | None:
+            return simulate(original, 1, batch, forward_context=Exactly, seed=seed).result.loss
+
+        assert whole.result.loss is not None
         with intercept_functions(function_guard, 1):
             ranks = run_simulated(layout.tp, body)
-    assert whole.result.loss is not None
+        warning = warning_of_cut_loss(uncut, whole.result.loss, len(whole.partitions))
     loss_error = max(relative_error(r.result.loss, whole.result.loss) for r in ranks)
     errors = {}
     for name, want in whole.gradients.items():
         parts = [rank.gradients[name] for rank in ranks]
         errors[name] = _gradient_error(parts, want, plan, name)
-    return loss_error, errors
+    return loss_error, errors, warning
 
 
 def _exact(value: Any) -> Any:

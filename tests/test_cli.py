@@ -111,6 +111,13 @@ def test_checkpoint_commands_call_the_checkpoint_room(monkeypatch, capsys) -> No
     assert calls == [(Path("run/last"), Path("model.ckpt"))]
 
 
+def test_exporting_a_plain_file_says_that_it_is_plain(tmp_path, capsys) -> None:
+    plain = tmp_path / "plain.ckpt"
+    plain.write_bytes(b"x")
+    assert cli.main(["checkpoint", "export", str(plain), str(tmp_path / "out.ckpt")]) == 2
+    assert "plain checkpoint already" in capsys.readouterr().err
+
+
 def test_inspecting_what_is_no_checkpoint_is_an_answer_not_a_traceback(tmp_path, capsys) -> None:
     assert cli.main(["checkpoint", "inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("lightning-3d checkpoint: ")

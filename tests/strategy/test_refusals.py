@@ -44,6 +44,8 @@ preload("tests.models")
         ({"expert_parallel_size": 2}, ["expert_parallel_size=2"]),
         ({"tensor_parallel_size": 0}, ["tensor_parallel_size is 0", "at least 1"]),
         ({"tensor_parallel_size": 2.0}, ["tensor_parallel_size is 2.0"]),
+        ({"loss_weighting": "token"}, ["loss_weighting is 'token'", "'microbatch_mean'", "Did you mean 'tokens'"]),
+        ({"verify": "no"}, ["verify is 'no'", "'auto', True or False"]),
         ({"loss_weighting": "tokens"}, ["loss_weighting='tokens'", "microbatch_mean"]),
     ],
 )
