@@ -93,6 +93,18 @@ class TensorPlan:
                 cut += elements if decision.placement is not None else 0
         return cut / total if total else 0.0
 
+    @property
+    def held_fraction(self) -> float:
+        """Part of all parameter elements that one rank holds, padding included; 1 / size at best."""
+        total = held = 0
+        for name, decision in self.decisions.items():
+            if name not in self.aliases:
+                shape = self.shapes[name]
+                total += math.prod(shape)
+                cut = decision.placement
+                held += math.prod(shape if cut is None else cut.local_shape(shape, self.size))
+        return held / total if total else 1.0
+
     def check_heads(self) -> None:
         """Refuse a plan that leaves attention whole because it has fewer heads than there are ranks.
 

@@ -230,3 +230,19 @@ def test_repr_says_how_a_layer_is_cut() -> None:
         rewrite(model, plan_tensor_parallel(model, step, 2), dry_group(2))
         for text in wanted:
             assert text in repr(model), repr(model)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_holds_its_share_of_the_parameters(size: int) -> None:
+    """Within two percent of (whole + cut / size), measured in storages; the rest is padding of the vocabulary."""
+    for name in ("mlp", "gated", "nanogpt", "timm", "encoder", "decoder"):
+        build, step, _ = PLAIN[name]
+        model = build()
+        plan = plan_tensor_parallel(model, step, size)
+        whole = sum(p.numel() for p in model.parameters())
+        rewrite(model, plan, dry_group(size))
+        stored = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        held = sum(stored.values()) / next(model.parameters()).element_size()
+        assert held == round(plan.held_fraction * whole)
+        ideal = 1 - plan.sharded_fraction + plan.sharded_fraction / size
+        assert plan.held_fraction == pytest.approx(ideal, rel=0.02), name
