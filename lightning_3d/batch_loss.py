@@ -30,8 +30,9 @@ def warning_of_cut_loss(whole: Callable[[int], Tensor | None], parts: Tensor, co
         return None  # the step draws random numbers: two losses cannot be compared
     return (
         f"warning: the loss of the whole batch is {loss.item():.6g}, but the mean over {count} microbatches (weighted "
-        f"by samples) is {parts.item():.6g} (with the proof's weights). It is not a mean over samples: a sum, a loss that "
-        "compares the samples of a batch (contrastive), a mean over unequal numbers of tokens, or batch norm. A pipeline trains on the mean over "
-        "microbatches, as gradient accumulation does, and so differs from one process. Set num_microbatches=1, or "
-        "return a mean over samples (divide a sum by their number), if that matters."
+        f"by samples) is {parts.item():.6g} (with the proof's weights). It is not a mean over samples: a sum, a loss "
+        "that compares the samples of a batch (contrastive), a mean over unequal numbers of tokens, or batch norm. A "
+        "pipeline trains on the mean over microbatches, as gradient accumulation does, and so differs from one "
+        "process. Set num_microbatches=1, or return a mean over samples (divide a sum by their number), if that "
+        "matters."
     )

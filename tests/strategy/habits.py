@@ -101,3 +101,36 @@ def changed_buffers(cases: list[dict[str, Any]]) -> list[list[str]]:
             trainer.fit(Buffers(), models.loader("mlp", 16, 16))
         out.append([str(w.message) for w in caught if "changes the buffers" in str(w.message)])
     return out
+
+
+# -- a value of the first stage that is used only in some steps
+class Late(models.LitMLP):
+    always = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self.net[:2](batch["x"])
+        logits = self.net[2:](first)
+        loss = F.cross_entropy(logits, batch["y"])
+        mean = first.abs().mean() if self.always or batch_idx % 2 else None
+        if batch_idx % 2:
+            self.log("first", mean)
+            self.log("last", logits.mean())
+        if self.always:
+            loss = loss + (0.1 if self.current_epoch else 0.0) * first.square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class TooLate(Late):
+    always = False
+
+
+def late(sizes: dict[str, Any] | None) -> list[dict[str, float]]:
+    record = Logged()
+    torch.manual_seed(6)
+    trained(Late().double(), sizes, callbacks=[record], max_epochs=2)
+    return record.seen
+
+
+def refused_late(sizes: dict[str, Any]) -> None:
+    trained(TooLate().double(), sizes)
