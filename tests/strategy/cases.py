@@ -193,3 +193,41 @@ def metrics(sizes: dict[str, Any] | None) -> dict[str, float]:
     result = trainer.validate(module, models.loader("mlp", 20, 8, rank, replicas), verbose=False)
     assert {k: float(v) for k, v in trainer.callback_metrics.items()} == result[0]
     return {k: float(v) for k, v in result[0].items()}
+
+
+# -- L4, L7: shapes on disk, parameter groups chosen by the number of dims
+class Grouped(models.LitGPT):
+    """Vocabulary 101 does not divide; decay for matrices only."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = {"params": [p for p in self.parameters() if p.ndim >= 2], "weight_decay": 0.1}
+        vectors = {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0}
+        return torch.optim.AdamW([matrices, vectors], lr=0.01)
+
+
+def groups_and_file(sizes: dict[str, Any], folder: str) -> list[list[str]]:
+    """Names in every group; a plain file of the run's weights is in the folder."""
+    from lightning_3d.checkpoint import export_checkpoint
+
+    strategy = ThreeDStrategy(**sizes)
+    trainer = trainer_for(strategy, max_steps=1, max_epochs=-1)
+    torch.manual_seed(3)
+    trainer.fit(Grouped().double(), models.loader("gpt_tied", 16, 8))
+    trainer.save_checkpoint(f"{folder}/run.ckpt")
+    if trainer.is_global_zero:
+        export_checkpoint(f"{folder}/run.ckpt", f"{folder}/plain.ckpt")
+    strategy.barrier()
+    return strategy.engine.zero.names_of(trainer.optimizers[0])
+
+
+# -- S6: two fits in one process
+def two_models(fits: list[tuple[int, int, int]]) -> list[float]:
+    """The last loss of fits of (heads, tp, pp), one after the other in this process."""
+    out = []
+    for heads, tp, pp in fits:
+        strategy = ThreeDStrategy(tensor_parallel_size=tp, pipeline_parallel_size=pp) if tp * pp > 1 else "auto"
+        trainer = trainer_for(strategy, max_steps=3, max_epochs=-1, use_distributed_sampler=False)
+        torch.manual_seed(3)
+        trainer.fit(models.LitGPT(heads=heads).double(), models.loader("gpt_tied", 16, 8))
+        out.append(float(trainer.callback_metrics["loss"]))
+    return out

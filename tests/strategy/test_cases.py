@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_3d.testing import preload, relative_error, run_distributed
-from tests.strategy.cases import built_on_meta, clipped, metrics, sample_ids, ten_steps
+from tests.strategy.cases import (
+    Grouped,
+    built_on_meta,
+    clipped,
+    groups_and_file,
+    metrics,
+    sample_ids,
+    ten_steps,
+    two_models,
+)
 
 preload("tests.models", "tests.strategy.cases")
 
@@ -86,3 +96,24 @@ def test_metrics_count_every_sample_once() -> None:
             expected.pop("perplexity")
         for rank in launch(metrics, world, layout):
             assert {k: rank[k] for k in expected} == pytest.approx(expected, rel=1e-9), layout
+
+
+def test_groups_by_dims_and_shapes_on_disk(tmp_path: Any) -> None:
+    """L4, L7: the same names in the same groups; the padded vocabulary has its own shape in the file."""
+    want = [[n for n, p in Grouped().named_parameters() if (p.ndim >= 2) == matrix] for matrix in (True, False)]
+    for index, layout in enumerate((sizes(2), sizes(1, 2), sizes(2, zero_stage=0))):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        for names in launch(groups_and_file, 2, layout, str(folder)):
+            assert names == want, layout
+        path = folder / "plain.ckpt"
+        module = Grouped().double()
+        module.load_state_dict(torch.load(path, weights_only=True)["state_dict"], strict=True)
+        assert module.wte.weight.shape == (101, 16)
+
+
+def test_two_fits_in_one_process_do_not_share_state() -> None:
+    """S6: other head counts and layouts one after the other."""
+    alone = [launch(two_models, 1, [(heads, 1, 1)])[0][0] for heads in (4, 2)]
+    for losses in launch(two_models, 2, [(4, 2, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1)]):
+        assert losses == pytest.approx([alone[0], alone[1], alone[1], alone[0]], rel=1e-9)
