@@ -21,6 +21,12 @@ def test_equal_to_one_process(name: str, size: int) -> None:
     check_model(MORE[name], size)
 
 
+@pytest.mark.filterwarnings(GATHERS)
+@pytest.mark.parametrize("name", ["opt", "bloom", "whisper", "clip"])
+def test_equal_with_sequence_parallelism(name: str) -> None:
+    check_model(MORE[name], 2, sequence=True)
+
+
 @pytest.mark.parametrize(("heads", "size"), [(1, 2), (1, 4), (2, 4)])
 def test_fewer_key_value_heads_than_ranks(heads: int, size: int) -> None:
     check_model((lambda: llama(num_key_value_heads=heads), language_model, 0.85), size)
