@@ -16,6 +16,7 @@ import json
 import math
 import signal
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -116,9 +117,8 @@ def reads_encoder(model: nn.Module) -> bool:
     return crosses and "encoder_hidden_states" in inspect.signature(model.forward).parameters
 
 
-def one_line(error: BaseException, width: int = 160) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= width else text[: width - 3] + "..."
+def one_line(error: BaseException) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder="...")
 
 
 def sweep_one(name: str, sizes: Sequence[int], limit: int, plans: bool, trace: bool) -> Architecture:
@@ -244,7 +244,10 @@ def markdown(results: Sequence[Architecture]) -> str:
                 "a tiny model they weigh more than in a real one.",
                 "\n".join(f"- {line}" for line in summary(results, SIZES)),
                 head + "\n" + body,
-                f"## Below {GOOD:.0%} at tp={SIZES[0]}\n\nThe largest parameters that stay whole, and why.",
+                f"## Below {GOOD:.0%} at tp={SIZES[0]}\n\nThe largest parameters that stay whole, and why. "
+                "What they have in common: recurrences in a Python loop that meet whole tensors at every step; a fused "
+                "projection of heads that can be dealt and of one all ranks would need (a single key/value head, a "
+                "single group of a state-space block); small layers that feed no second one.",
                 "\n".join(below) or "None.",
             ]
         )
