@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from typing import Any
 
@@ -215,6 +216,11 @@ class Choices:
         reason = f"its {width} outputs are not divisible by {size} ranks"
         if demand is not None:
             raise Refuted(frozenset([key]), reason)
+        groups = math.gcd(width, size)
+        if groups > 1:  # few key/value heads, narrow ones; a pair of layers will refute it
+            copies = size // groups
+            reason += f": every chunk is held by {copies} of them"
+            return Decision("column", Placement(out, (width,), copies=copies), reason)
         return Decision("replicated", None, reason)
 
     def _decide_bias(self, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -224,7 +224,12 @@ class Search:
         for key in refuted.keys:
             decision = self.follow.decisions.get(key)
             others = self._untried(key, refuted, guesses=True)
-            self.history.setdefault(key, []).append(refuted.reason)
+            first = (
+                [decision.reason.partition(":")[0]]
+                if decision is not None and "not divisible" in decision.reason
+                else []
+            )
+            self.history.setdefault(key, first).append(refuted.reason)
             if refuted.heads is not None:
                 self.heads_of[key] = refuted.heads
             copies = self._shared_chunks(key, decision, refuted)

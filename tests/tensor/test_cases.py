@@ -111,11 +111,12 @@ def test_a_width_that_does_not_divide() -> None:
         plan_tensor_parallel(model, step, 2, overrides={"0": "column"})
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 2), (4, 2, 4), (6, 6, 4), (8, 2, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 2), (4, 2, 4), (6, 6, 4), (8, 2, 8), (8, 2, 4)])
 def test_fewer_heads_than_ranks(heads: int, kv_heads: int, size: int) -> None:
     """U1: never a view error in the middle of a forward."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(32, 96), Separate(96, heads, kv_heads), nn.Linear(96, 32))
+    width = 48 if heads == 8 and size == 8 else 96  # two narrow heads: not even the width divides
+    model = nn.Sequential(nn.Embedding(32, width), Separate(width, heads, kv_heads), nn.Linear(width, 32))
     index = torch.randint(32, (2, 6))
 
     def step(m: Any) -> Tensor:
