@@ -115,10 +115,10 @@ def _refused(what: str, absent: AbsentParameter) -> PipelineError:
     held = f"stage {absent.stages[0]}" if len(absent.stages) == 1 else f"stages {list(absent.stages)}"
     return PipelineError(
         f"{what} on parameter {absent.parameter_name!r}, which only {held} of the pipeline holds; here it has a shape "
-        "and no values. To save the model use trainer.save_checkpoint(path) on all ranks, and `lightning-3d checkpoint "
-        "export` for one plain file; to look at all of it call trainer.strategy.whole_state_dict() on all ranks. Only "
-        "the step methods run in all stages: other code in hooks and callbacks must skip parameters with `.is_absent`, "
-        "or run where they are held."
+        "and no values. Only the step methods run in all stages: other code in hooks and callbacks must skip "
+        "parameters with `.is_absent`, or run where they are held. To save the model use "
+        "trainer.save_checkpoint(path) on all ranks, and `lightning-3d checkpoint export` for one plain file; to look "
+        "at all of it, or to use it after training, call trainer.strategy.whole_state_dict() on all ranks."
     )
 
 

@@ -121,8 +121,8 @@ class StageRun(Glue):
             raise DivergedError(
                 f"stage {self.window.stage} needs {self._described(vid)}, which the planned path of {self.trace.step} "
                 "does not send there: it is used on a branch (on batch_idx, current_epoch, ...) that was not taken "
-                "when the stages were planned. Use it in every step: compute what is logged behind the model call, outside "
-                "of the `if`, and only log it inside; multiply a loss term by 0.0 until it shall count."
+                "when the stages were planned. Use it in every step: compute what is logged behind the model call, "
+                "outside of the `if`, and only log it inside; multiply a loss term by 0.0 until it shall count."
             )
         leaf, meta = self.received[vid], self.trace.meta[vid]
         with self.paused():
