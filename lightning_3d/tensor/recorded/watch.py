@@ -7,8 +7,10 @@ repeat. `PythonCode` sees every Python call: random numbers, output, globals tha
 from __future__ import annotations
 
 import dis
+import gc
 import random
 import sys
+import threading
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -83,12 +85,14 @@ class PythonCode:
         return sys.getprofile() is None
 
     def __enter__(self) -> PythonCode:
+        _collector.hold()  # its callbacks and finalizers would look like the block's own code
         self._random = random.getstate(), _numpy_state()
         sys.setprofile(self._on_event)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         sys.setprofile(None)
+        _collector.release()
         if (random.getstate(), _numpy_state()) != self._random:
             self._refuse("it draws random numbers of Python or NumPy")
 
@@ -134,6 +138,29 @@ class PythonCode:
                     break
         if self.why is not None:
             raise Refused(self.why)
+
+
+class _Collector:
+    """The garbage collector, held while anybody records (simulated ranks are threads)."""
+
+    def __init__(self) -> None:
+        self._lock, self._held, self._enabled = threading.Lock(), 0, True
+
+    def hold(self) -> None:
+        with self._lock:
+            if not self._held:
+                self._enabled = gc.isenabled()
+                gc.disable()
+            self._held += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._held -= 1
+            if not self._held and self._enabled:
+                gc.enable()
+
+
+_collector = _Collector()
 
 
 def _home(function: Any) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.tensor import plan_tensor_parallel, run_simulated
 from lightning_3d.testing import relative_error
-from tests.tensor.models import Square
+from tests.tensor.models import NanoGPT, Square, next_token
 from tests.tensor.recorded.helpers import both, check_against_rules, reasons, replays, train
 
 FACTOR = 1.0
@@ -385,3 +387,22 @@ def test_second_derivatives() -> None:
         return loss + sum(g.pow(2).sum() for g in found)
 
     check("recorded", Model, run=penalty)
+
+
+def test_the_garbage_collector_is_no_code_of_the_block() -> None:
+    """Its callbacks (profilers, test tools) may run at any moment."""
+
+    def timed(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()
+
+    before = gc.get_threshold()
+    gc.callbacks.append(timed)
+    gc.set_threshold(5)
+    try:
+        _, _, recorded, rules = both(lambda: NanoGPT(), next_token)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(timed)
+    check_against_rules(recorded, rules)
+    assert replays(recorded) >= 4, reasons(recorded)
+    assert gc.isenabled()

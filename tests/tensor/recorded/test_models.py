@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.tensor.models import PLAIN, NanoGPT, encoder, mean_square, next_token
-from tests.tensor.recorded.helpers import both, check_against_one_process, check_against_rules, replays
+from tests.tensor.recorded.helpers import both, check_against_one_process, check_against_rules, reasons, replays
 
 BLOCKS = ["nanogpt", "nanogpt_manual", "nanogpt_gqa", "timm", "encoder", "decoder"]
 GATHERS = "ignore:.*no tensor-parallel form"
@@ -22,7 +22,7 @@ def test_plain_models(name: str, size: int) -> None:
     model, plan, recorded, rules = both(build, step, size)
     check_against_rules(recorded, rules)
     check_against_one_process(model, plan, step, recorded, 1e-6)  # torch's encoder computes some of it in float32
-    assert replays(recorded) >= 4
+    assert replays(recorded) >= 4, reasons(recorded)
 
 
 @pytest.mark.filterwarnings(GATHERS)
@@ -31,7 +31,7 @@ def test_with_sequence_parallelism(name: str) -> None:
     build, step, _ = PLAIN[name]
     _, _, recorded, rules = both(build, step, sequence=True)
     check_against_rules(recorded, rules)
-    assert replays(recorded) >= 4
+    assert replays(recorded) >= 4, reasons(recorded)
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_hugging_face_models(name: str) -> None:
     model, plan, recorded, rules = both(without_cache, step)
     check_against_rules(recorded, rules, 1e-6)
     check_against_one_process(model, plan, step, recorded, 1e-5)  # their norms compute in float32
-    assert replays(recorded) >= 4
+    assert replays(recorded) >= 4, reasons(recorded)
