@@ -120,7 +120,7 @@ def verify(module: nn.Module, batch: Any, layout: Layout | str, *, num_microbatc
     not change what is computed and take no part.
 
     A model of more than 50 million parameters, or one on the meta device, is not run: the tensor-parallel plan is then
-    proved by its operations, each of them alone (`OperationReport`; seconds and less than a gigabyte for 70 billion
+    proved by its operations, each of them alone (`OperationReport`; seconds and some gigabytes at most for 70 billion
     parameters), and the pipeline is not proved.
 
     Args:
