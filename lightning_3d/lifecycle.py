@@ -219,7 +219,9 @@ class Lifecycle(_Base):
             module = self.lightning_module
             assert self._mesh is not None
             assert module is not None
-            ready = self._mesh.layout.replica_size == 1 and not any(p.is_meta for p in module.parameters())
+            ready = self._mesh.layout.replica_size == 1 and not any(
+                t.is_meta for t in (*module.parameters(), *module.buffers())
+            )
             if PATH_KEY in checkpoint and ready:  # now, as Lightning does: callbacks may change it again (averages)
                 checkpoint["state_dict"] = {**checkpoint["state_dict"], **read_model(checkpoint[PATH_KEY])}
                 super().load_model_state_dict(checkpoint, strict)

@@ -37,6 +37,9 @@ def current() -> Glue | None:
     return getattr(_thread, "glue", None)
 
 
+_regions = checkpoint_regions(current)
+
+
 class Unwind(BaseException):
     """The window is over: leave the user's step. Not an `Exception`, so that user code does not catch it."""
 
@@ -113,7 +116,7 @@ class Glue(TorchFunctionMode, ABC):
         before = current()
         _thread.glue = self
         try:
-            with _installed(self), intercept_functions(_on_function, 0), checkpoint_regions(current), self:
+            with _installed(self), intercept_functions(_on_function, 0), _regions(), self:
                 yield
         finally:
             _thread.glue = before

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from lightning_3d.probe import SharedPatch
+
 _name = "_checkpoint_without_reentrant_generator"
 _original = getattr(torch_checkpoint, _name)
-_lock = threading.Lock()
-_open = 0
 
 
-@contextmanager
-def checkpoint_regions(current: Callable[[], Any]) -> Iterator[None]:
-    """While open, non-reentrant checkpoints that glue code makes call `current().on_region()` around their forward.
+def checkpoint_regions(current: Callable[[], Any]) -> SharedPatch:
+    """While it is open, non-reentrant checkpoints made by glue code call `current().on_region()` around their forward.
 
-    Process-wide; `current` looks at its own thread. The patch is gone when the last user is.
+    `current` looks at its own thread.
     """
-    global _open
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
         glue = current()
@@ -31,13 +27,6 @@ def checkpoint_regions(current: Callable[[], Any]) -> Iterator[None]:
         with glue.on_region():
             yield from _original(*args, **kwargs)
 
-    with _lock:
-        _open += 1
-        setattr(torch_checkpoint, _name, generator)
-    try:
-        yield
-    finally:
-        with _lock:
-            _open -= 1
-            if not _open:
-                setattr(torch_checkpoint, _name, _original)
+    return SharedPatch(
+        lambda: setattr(torch_checkpoint, _name, generator), lambda: setattr(torch_checkpoint, _name, _original)
+    )

@@ -4,6 +4,7 @@ from lightning_3d.probe.agree import agree
 from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
 from lightning_3d.probe.reads import VALUE_READS, Answers, retry
+from lightning_3d.probe.shared_patch import SharedPatch
 from lightning_3d.probe.short import shorter_batches
 from lightning_3d.probe.state import ModuleState
 from lightning_3d.probe.step import call_step, metrics_alone, own_parameters, probe_arguments
@@ -13,6 +14,7 @@ __all__ = [
     "Answers",
     "FakeParameters",
     "ModuleState",
+    "SharedPatch",
     "agree",
     "call_step",
     "intercept_functions",

@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_3d.probe.shared_patch import SharedPatch
+
 
 def call_step(module: nn.Module, step_name: str, *args: Any) -> Any:
     """Call the user's step with as many arguments as it takes (batch, batch_idx, dataloader_idx), like Lightning."""
@@ -45,8 +47,6 @@ def probe_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
 
 _named_parameters: Any = nn.Module.named_parameters
 _inside = threading.local()  # simulated ranks are threads
-_open = 0
-_lock = threading.Lock()
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -62,19 +62,12 @@ def parameters_as_read() -> Iterator[None]:
     made meanwhile, work. The replacement is gone when the last context is closed. Code of ours that runs inside a step
     asks `own_parameters`.
     """
-    global _open
-    with _lock:
-        _open += 1
-        nn.Module.named_parameters = _as_read  # type: ignore[method-assign]
-    _inside.depth = getattr(_inside, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _inside.depth -= 1
-        with _lock:
-            _open -= 1
-            if not _open:
-                nn.Module.named_parameters = _named_parameters  # type: ignore[method-assign]
+    with _shown_everywhere():
+        _inside.depth = getattr(_inside, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _inside.depth -= 1
 
 
 def _as_read(
@@ -83,6 +76,13 @@ def _as_read(
     found = _named_parameters(self, prefix, recurse, remove_duplicate)
     inside = getattr(_inside, "depth", 0) > 0
     return _shown(self, prefix, found) if inside else found
+
+
+def _read_by(method: Any) -> None:
+    nn.Module.named_parameters = method  # type: ignore[method-assign]
+
+
+_shown_everywhere = SharedPatch(lambda: _read_by(_as_read), lambda: _read_by(_named_parameters))
 
 
 def _shown(module: nn.Module, prefix: str, found: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:

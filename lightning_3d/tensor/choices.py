@@ -205,8 +205,7 @@ class Choices:
         size, demand = self.group.size, self.facts.demands.get(key)
         copies = self.beliefs.copies.get(key, 1)
         if copies > 1:
-            reason = f"every chunk is held by {copies} of the {size} ranks"
-            return Decision("column", Placement(out, (width,), copies=copies), reason)
+            return self._shared(width, out, copies)
         if key in self.beliefs.segments:
             return Decision("column", Placement(out, self.beliefs.segments[key]))
         if width % size == 0:
@@ -218,10 +217,12 @@ class Choices:
             raise Refuted(frozenset([key]), reason)
         groups = math.gcd(width, size)
         if groups > 1:  # few key/value heads, narrow ones; a pair of layers will refute it
-            copies = size // groups
-            reason += f": every chunk is held by {copies} of them"
-            return Decision("column", Placement(out, (width,), copies=copies), reason)
+            return self._shared(width, out, size // groups)
         return Decision("replicated", None, reason)
+
+    def _shared(self, width: int, out: int, copies: int) -> Decision:
+        reason = f"every chunk is held by {copies} of the {self.group.size} ranks"
+        return Decision("column", Placement(out, (width,), copies=copies), reason)
 
     def _decide_bias(self, name: str, args: Args, kwargs: Kwargs) -> None:
         """The bias of a column layer is cut like the outputs."""

@@ -90,7 +90,9 @@ class SharedEntries:
         return alias
 
     def _let_in(self, group: TensorGroup) -> None:
-        found = [p for r in self._known.values() if (p := r()) is not None and p.requires_grad and p.is_leaf]
+        alive = {key: (r, p) for key, r in self._known.items() if (p := r()) is not None}
+        self._known = {key: r for key, (r, _) in alive.items()}
+        found = [p for _, p in alive.values() if p.requires_grad and p.is_leaf]
         group.entries += bool(found)
         aliases = original_apply(_EnterTogether, group, *found) if found else ()
         self._inside = {id(p): alias for p, alias in zip(found, aliases, strict=True)}

@@ -29,7 +29,7 @@ from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.reduced import reduced
 from lightning_3d.tensor.search import Step
 from lightning_3d.tensor.sharded import ShardedTensor, local, placement, whole
-from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
+from lightning_3d.tensor.simulate import ThreadCommunicator, must_run
 
 _LARGEST = 1 << 25
 """Elements of the largest operand that is tried."""
@@ -275,13 +275,7 @@ def _compare(
         group = TensorGroup(comm, sequence_dim=-2 if plan.sequence else None)
         return _run(operation, values, want.readers, group, want.weights)
 
-    try:
-        ranks = run_simulated(plan.size, body)
-    except Exception as error:
-        raise ParityError(
-            f"{operation} runs on whole tensors but not over {plan.size} tensor-parallel ranks: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    ranks = must_run(f"{operation} runs on whole tensors but not over", plan.size, body)
     if any(len(rank.results) != len(want.results) for rank in ranks):
         return math.inf
     errors = [_error([rank.results[i] for rank in ranks], whole_result) for i, whole_result in enumerate(want.results)]

@@ -224,12 +224,7 @@ class Search:
         for key in refuted.keys:
             decision = self.follow.decisions.get(key)
             others = self._untried(key, refuted, guesses=True)
-            first = (
-                [decision.reason.partition(":")[0]]
-                if decision is not None and "not divisible" in decision.reason
-                else []
-            )
-            self.history.setdefault(key, first).append(refuted.reason)
+            self.history.setdefault(key, self._uneven(decision)).append(refuted.reason)
             if refuted.heads is not None:
                 self.heads_of[key] = refuted.heads
             copies = self._shared_chunks(key, decision, refuted)
@@ -252,6 +247,13 @@ class Search:
             self.beliefs.segments.pop(key, None)
             self.beliefs.copies.pop(key, None)
             self.beliefs.replicated[key] = "; then ".join(dict.fromkeys(self.history[key]))
+
+    def _uneven(self, decision: Decision | None) -> list[str]:
+        """Why chunks were shared before anything was refuted."""
+        cut = None if decision is None else decision.placement
+        if cut is None or cut.copies == 1 or cut.length % self.group.size == 0:
+            return []
+        return [f"its {cut.length} outputs are not divisible by {self.group.size} ranks"]
 
     def _shared_chunks(self, key: str, decision: Decision | None, refuted: Refuted) -> int | None:
         """Ranks per chunk, if the heads are too few for all ranks but can be dealt to groups of them."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.comm import DONE, Communicator, Ledger, Pending, PendingShard, Reduction
+from lightning_3d.errors import ParityError
 
 T = TypeVar("T")
 
@@ -131,6 +132,23 @@ def run_simulated(size: int, body: Callable[[ThreadCommunicator], T], timeout: f
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return [results[rank] for rank in range(size)]
+
+
+def must_run(what: str, size: int, body: Callable[[ThreadCommunicator], T]) -> list[T]:
+    """`run_simulated` of what is known to run on one process.
+
+    Args:
+        what: The beginning of a sentence that ends in "N tensor-parallel ranks".
+        size: Number of ranks.
+        body: As in `run_simulated`.
+
+    Raises:
+        ParityError: It fails on the ranks.
+    """
+    try:
+        return run_simulated(size, body)
+    except Exception as error:
+        raise ParityError(f"{what} {size} tensor-parallel ranks: {type(error).__name__}: {error}") from error
 
 
 def _random_states() -> list[Tensor]:

@@ -25,7 +25,7 @@ from lightning_3d.tensor.replica import exact_copy, optimization_untouched, redr
 from lightning_3d.tensor.rewrite import rewrite
 from lightning_3d.tensor.search import Step
 from lightning_3d.tensor.sharded import whole
-from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
+from lightning_3d.tensor.simulate import ThreadCommunicator, must_run
 
 
 @dataclass
@@ -140,13 +140,7 @@ def verify_tensor_plan(
             return values, group
 
         with intercept_functions(function_guard, 1):
-            try:
-                ranks = run_simulated(plan.size, body)
-            except Exception as error:
-                raise ParityError(
-                    f"the step runs on the original model but not on the one cut over {plan.size} tensor-parallel "
-                    f"ranks: {type(error).__name__}: {error}"
-                ) from error
+            ranks = must_run("the step runs on the original model but not on the one cut over", plan.size, body)
     group = ranks[0][1]
     report = TensorReport(
         plan.size,

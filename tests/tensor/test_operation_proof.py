@@ -11,16 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import lightning_3d.tensor.collectives as collectives
-from lightning_3d.comm import DONE
 from lightning_3d.errors import ParityError
-from lightning_3d.tensor import TensorGroup, plan_tensor_parallel, prove_operations, register_rule
+from lightning_3d.tensor import plan_tensor_parallel, prove_operations, register_rule
 from lightning_3d.tensor.registry import RULES, cached_handlers
 from lightning_3d.tensor.sharded import ShardedTensor
 from tests.tensor.hf_models import HF
-from tests.tensor.models import MLP, PLAIN, Gated, NanoGPT, mean_square, next_token
+from tests.tensor.models import PLAIN, NanoGPT, next_token
 from tests.tensor.test_models import GATHERS, random_plan
-from tests.tensor.test_verify import no_backward, no_forward
+from tests.tensor.test_verify import BROKEN
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *HF])
@@ -50,14 +48,7 @@ def test_any_placement_of_parameters_and_the_sequence_cut(name: str) -> None:
         assert len(report.unproved) <= len(report.errors) // 10, report.unproved
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "broken", "build", "step"),
-    [
-        (collectives._Copy, "backward", staticmethod(no_backward), Gated, mean_square),
-        (TensorGroup, "all_reduce_start", lambda self, x: DONE, NanoGPT, next_token),
-        (collectives._Reduce, "forward", staticmethod(no_forward), MLP, mean_square),
-    ],
-)
+@pytest.mark.parametrize(("where", "name", "broken", "build", "step"), [case[:5] for case in BROKEN])
 def test_a_broken_collective_is_seen(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, broken: Any, build: Any, step: Any
 ) -> None:

@@ -31,16 +31,17 @@ def no_forward(ctx: Any, x: Tensor, group: TensorGroup, fresh: bool) -> Tensor:
     return x.clone()
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "broken", "build", "step", "first_wrong"),
-    [
-        # what comes before the layer gets partial gradients; the layer itself is right
-        (collectives._Copy, "backward", staticmethod(no_backward), Gated, mean_square, "norm.weight"),
-        (TensorGroup, "all_reduce_start", lambda self, x: DONE, NanoGPT, next_token, "transformer.wte.weight"),
-        # partial values
-        (collectives._Reduce, "forward", staticmethod(no_forward), MLP, mean_square, "a.weight"),
-    ],
-)
+BROKEN: list[tuple[Any, ...]] = [
+    # what comes before the layer gets partial gradients; the layer itself is right
+    (collectives._Copy, "backward", staticmethod(no_backward), Gated, mean_square, "norm.weight"),
+    (TensorGroup, "all_reduce_start", lambda self, x: DONE, NanoGPT, next_token, "transformer.wte.weight"),
+    # partial values
+    (collectives._Reduce, "forward", staticmethod(no_forward), MLP, mean_square, "a.weight"),
+]
+"""(owner, attribute, what replaces it, model, its step, the first parameter that differs)."""
+
+
+@pytest.mark.parametrize(("where", "name", "broken", "build", "step", "first_wrong"), BROKEN)
 def test_a_broken_collective_is_seen(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, broken: Any, build: Any, step: Any, first_wrong: str
 ) -> None:

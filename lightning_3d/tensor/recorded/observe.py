@@ -5,14 +5,13 @@ All of it is in place only while a call is recorded; other threads go straight t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.probe import intercept_functions
+from lightning_3d.probe import SharedPatch, intercept_functions
 from lightning_3d.tensor import collectives, rules_attention, rules_random
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.recorded import operations
@@ -21,8 +20,6 @@ from lightning_3d.tensor.recorded.recorder import Recorder, current
 _STREAM_USERS: tuple[Any, ...] = (rules_random, rules_attention)
 _METHODS = ("all_reduce", "all_gather", "reduce_scatter")
 rank_stream = rules_random.rank_stream
-_lock = threading.Lock()
-_open = 0
 
 
 @contextmanager
@@ -58,24 +55,15 @@ def _on_function(proceed: Callable[..., Any], function: type, args: tuple[Any, .
     return recorder.leaf(operations.applied(function), args, kwargs, proceed)
 
 
-@contextmanager
-def _streams_routed() -> Iterator[None]:
-    """The random streams of the rules are regions of the tape."""
-    global _open
-    with _lock:
-        _open += 1
-        for module in _STREAM_USERS:
-            module.rank_stream = _observed_stream
-    try:
-        yield
-    finally:
-        with _lock:
-            _open -= 1
-            if not _open:
-                for module in _STREAM_USERS:
-                    module.rank_stream = rank_stream
-
-
 def _observed_stream(group: TensorGroup, x: Tensor) -> Any:
     recorder = current()
     return rank_stream(group, x) if recorder is None else recorder.stream(rank_stream, group, x)
+
+
+def _stream_by(function: Any) -> None:
+    for module in _STREAM_USERS:
+        module.rank_stream = function
+
+
+_streams_routed = SharedPatch(lambda: _stream_by(_observed_stream), lambda: _stream_by(rank_stream))
+"""The random streams of the rules are regions of the tape."""

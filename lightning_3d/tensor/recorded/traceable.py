@@ -37,10 +37,12 @@ _library = torch.library.Library("lightning_3d", "FRAGMENT")
 _library.define("all_reduce(Tensor x, int group) -> Tensor")
 _library.define("all_gather(Tensor x, int group, int size) -> Tensor")
 _library.define("reduce_scatter(Tensor x, int group, int size, int dim) -> Tensor")
+_library.define("sum_copies(Tensor x, int copies, int group) -> Tensor")
 _library.define("dropout_mask(Tensor x, float p, int group) -> Tensor")
 _library.impl("all_reduce", lambda x, group: _all_reduce(x, group), "CompositeExplicitAutograd")
 _library.impl("all_gather", lambda x, group, size: _all_gather(x, group), "CompositeExplicitAutograd")
 _library.impl("reduce_scatter", lambda x, group, size, dim: _reduce_scatter(x, group, dim), "CompositeExplicitAutograd")
+_library.impl("sum_copies", lambda x, copies, group: _sum_copies(x, copies, group), "CompositeExplicitAutograd")
 _library.impl("dropout_mask", lambda x, p, group: _dropout_mask(x, p, group), "CompositeExplicitAutograd")
 torch.library.register_fake("lightning_3d::all_reduce", lambda x, group: _contiguous_like(x), lib=_library)
 torch.library.register_fake(
@@ -49,6 +51,7 @@ torch.library.register_fake(
 torch.library.register_fake(
     "lightning_3d::reduce_scatter", lambda x, group, size, dim: _chunk_like(x, size, dim), lib=_library
 )
+torch.library.register_fake("lightning_3d::sum_copies", lambda x, copies, group: _contiguous_like(x), lib=_library)
 torch.library.register_fake("lightning_3d::dropout_mask", lambda x, p, group: _contiguous_like(x), lib=_library)
 _ops = torch.ops.lightning_3d
 
@@ -73,6 +76,10 @@ def _all_gather(x: Tensor, group: int) -> Tensor:
 
 def _reduce_scatter(x: Tensor, group: int, dim: int) -> Tensor:
     return _groups[group].reduce_scatter(x, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _sum_copies(x: Tensor, copies: int, group: int) -> Tensor:
+    return _groups[group].sum_copies(x.contiguous(), copies)
 
 
 def _dropout_mask(x: Tensor, p: float, group: int) -> Tensor:
@@ -106,7 +113,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Placement, group: int, rank: int, size: int) -> Tensor:
         ctx.settings = (placement, rank, size)
-        return placement.to_global(list(_ops.all_gather(x, group, size).unbind(0)), size)
+        return placement.to_global_gradient(list(_ops.all_gather(x, group, size).unbind(0)), size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -123,7 +130,19 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         placement, group, size = ctx.settings
-        return placement.to_global(list(_ops.all_gather(grad, group, size).unbind(0)), size), None, None, None, None
+        parts = list(_ops.all_gather(grad, group, size).unbind(0))
+        return placement.to_global_gradient(parts, size), None, None, None, None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int, group: int) -> Tensor:
+        ctx.settings = (copies, group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _ops.sum_copies(grad, *ctx.settings), None, None
 
 
 class _SequenceGather(torch.autograd.Function):
@@ -174,12 +193,19 @@ def reduce_out(x: Tensor, group: int) -> Tensor:
 
 def gather(x: Tensor, placement: Placement, group: int, rank: int, size: int) -> Tensor:
     """`collectives.gather`."""
+    if rank % placement.copies:
+        x = x * 0
     return _Gather.apply(x, placement, group, rank, size)
 
 
 def scatter(x: Tensor, placement: Placement, group: int, rank: int, size: int) -> Tensor:
     """`collectives.scatter`."""
     return _Scatter.apply(x, placement, group, rank, size)
+
+
+def sum_copies(x: Tensor, copies: int, group: int, size: int) -> Tensor:
+    """`collectives.sum_copies`."""
+    return _SumCopies.apply(x, copies, group)
 
 
 def sequence_gather(x: Tensor, dim: int, group: int, size: int) -> Tensor:
@@ -200,6 +226,7 @@ def dropout(x: Tensor, p: float, group: int) -> Tensor:
 PAIRS: dict[Any, Any] = {
     collectives.gather.__wrapped__: gather,  # type: ignore[attr-defined]
     collectives.scatter.__wrapped__: scatter,  # type: ignore[attr-defined]
+    collectives.sum_copies.__wrapped__: sum_copies,  # type: ignore[attr-defined]
     collectives.sequence_gather.__wrapped__: sequence_gather,  # type: ignore[attr-defined]
     collectives.sequence_scatter.__wrapped__: sequence_scatter,  # type: ignore[attr-defined]
 }

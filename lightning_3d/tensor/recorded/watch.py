@@ -10,7 +10,6 @@ import dis
 import gc
 import random
 import sys
-import threading
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_3d.probe import SharedPatch
 from lightning_3d.tensor.recorded.tape import Refused
 from lightning_3d.tensor.registry import words
 
@@ -85,7 +85,7 @@ class PythonCode:
         return sys.getprofile() is None
 
     def __enter__(self) -> PythonCode:
-        _collector.hold()  # its callbacks and finalizers would look like the block's own code
+        _collector.acquire()  # its callbacks and finalizers would look like the block's own code
         self._random = random.getstate(), _numpy_state()
         sys.setprofile(self._on_event)
         return self
@@ -140,27 +140,22 @@ class PythonCode:
             raise Refused(self.why)
 
 
-class _Collector:
-    """The garbage collector, held while anybody records (simulated ranks are threads)."""
-
-    def __init__(self) -> None:
-        self._lock, self._held, self._enabled = threading.Lock(), 0, True
-
-    def hold(self) -> None:
-        with self._lock:
-            if not self._held:
-                self._enabled = gc.isenabled()
-                gc.disable()
-            self._held += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._held -= 1
-            if not self._held and self._enabled:
-                gc.enable()
+_collecting = True
 
 
-_collector = _Collector()
+def _stop_collector() -> None:
+    global _collecting
+    _collecting = gc.isenabled()
+    gc.disable()
+
+
+def _resume_collector() -> None:
+    if _collecting:
+        gc.enable()
+
+
+_collector = SharedPatch(_stop_collector, _resume_collector)
+"""The garbage collector is off while anybody records."""
 
 
 def _home(function: Any) -> str:

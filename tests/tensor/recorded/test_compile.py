@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.tensor.models import PLAIN, NanoGPT, TimmBlock, mean_square, next_token
+from tests.tensor.models import PLAIN, NanoGPT, TimmBlock, mean_square, next_token, tokens
 from tests.tensor.recorded.helpers import both, check_against_one_process, check_against_rules, reasons, replays
+from tests.tensor.test_cases import Separate
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute of a Tensor"
@@ -84,6 +86,39 @@ def test_other_blocks(name: str) -> None:
     # equal blocks share a graph; the input of the first one needs no gradient, unless an embedding made it
     assert backend.graphs == (2 if name.startswith("nanogpt") else 4)
     assert replays(recorded)
+
+
+def test_heads_that_ranks_share() -> None:
+    """Two key/value heads on four ranks: the gradient of the weight is summed over those that share it."""
+    backend = Counting()
+
+    def build() -> nn.Module:
+        blocks = [Wrapped(Separate(64, 8, 2)) for _ in range(2)]
+        in_place(blocks, backend=backend, fullgraph=True)
+        return nn.Sequential(nn.Embedding(101, 64), *blocks, nn.Linear(64, 101))
+
+    def step(model: Any) -> Tensor:
+        index = tokens(101, 2, 8)
+        return F.cross_entropy(model(index).flatten(0, 1), index.flatten())
+
+    model, plan, recorded, rules = both(build, step, 4)
+    cut = plan.decisions["1.inner.k.weight"].placement
+    assert cut is not None
+    assert cut.copies == 2
+    check_against_rules(recorded, rules)
+    check_against_one_process(model, plan, step, recorded, 1e-9)
+    assert replays(recorded), reasons(recorded)
+    assert backend.graphs
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
 
 
 @pytest.mark.filterwarnings("ignore:.*no tensor-parallel form")
