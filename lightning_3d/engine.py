@@ -29,6 +29,7 @@ from lightning_3d.observe import TraceRecorder
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.pipeline.samples import batch_size, describe_size
+from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.proof import prove
 from lightning_3d.tensor import (
@@ -118,7 +119,7 @@ class Engine:
         self.runner = PipelineRunner(
             self.module,
             self.mesh,
-            schedule=self.layout.schedule,
+            schedule=self._schedule(),
             num_microbatches=microbatches,
             tensor_group=self.tensor_group if self.layout.tp > 1 else None,
             split=self.settings.pipeline_split,
@@ -127,6 +128,12 @@ class Engine:
             recorder=self.recorder,
         )
         self.partition = self.runner.setup(step_name, batch)
+
+    def _schedule(self) -> TrainingSchedule:
+        layout = self.layout
+        schedule = TrainingSchedule(layout.schedule, layout.pp, layout.virtual, layout.order)
+        agree("the pipeline schedule", (schedule.owners, schedule.microbatches), self.mesh.replica)
+        return schedule
 
     def _cut_tensors(self, step_name: str, batch: Any) -> None:
         def step_on(module: nn.Module, batch: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 from lightning_3d.errors import LayoutError, near, not_yet
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+Order = Literal["looped", "contiguous"]
 AXES = ("dp", "pp", "cp", "tp")
 """Mesh axes, outermost first: tensor-parallel peers are neighbours in one machine, replicas are far apart."""
 
@@ -25,8 +26,10 @@ class Layout:
         cp: Context-parallel size: ranks that share one sequence.
         ep: Expert-parallel size: ranks (taken from dp) that share the experts.
         zero: ZeRO stage, 0 to 3: what the dp ranks share (1 optimizer state, 2 also gradients, 3 also parameters).
-        schedule: Order of forwards and backwards of the microbatches in the pipeline.
-        virtual: Model chunks per pipeline rank (interleaved schedules).
+        schedule: Order of forwards and backwards of the microbatches in the pipeline: a name, or the path of a file
+            with one's own lists of actions.
+        virtual: Parts of the model per pipeline rank (interleaved schedules).
+        order: How these parts are dealt: "looped" (1 2 3 4 1 2 3 4) or "contiguous" (1 1 2 2 3 3 4 4).
 
     Raises:
         LayoutError: A size is not a positive integer, or two settings exclude each other.
@@ -40,6 +43,7 @@ class Layout:
     zero: int = 1
     schedule: str = "1f1b"
     virtual: int = 1
+    order: str = "looped"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "cp", "ep", "virtual"):
@@ -48,11 +52,35 @@ class Layout:
                 raise LayoutError(f"{LONG_NAMES[name]} is {size!r}; it must be an integer of at least 1.")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero_stage is {self.zero!r}; ZeRO has the stages 0, 1, 2 and 3 (here: 0 and 1 so far).")
-        if self.schedule not in SCHEDULES:
+        if self.schedule == "zero_bubble":
+            object.__setattr__(self, "schedule", "zb_h1")
+        if self.schedule not in SCHEDULES and not self.schedule_is_file:
             raise LayoutError(
-                f"pipeline_schedule is {self.schedule!r}; known schedules are {', '.join(SCHEDULES)}."
-                + near(str(self.schedule), SCHEDULES)
+                f"pipeline_schedule is {self.schedule!r}; known schedules are {', '.join(SCHEDULES)}, or the path of a "
+                "file with lists of actions (.txt, .json; docs/schedules.md)." + near(str(self.schedule), SCHEDULES)
             )
+        self._check_virtual()
+
+    def _check_virtual(self) -> None:
+        if self.order not in get_args(Order):
+            raise LayoutError(f"virtual_pipeline_order is {self.order!r}; it must be 'looped' or 'contiguous'.")
+        if self.schedule == "interleaved_1f1b" and self.virtual < 2:
+            raise LayoutError(
+                f"pipeline_schedule='interleaved_1f1b' with virtual_pipeline_size={self.virtual}: interleaving means "
+                "that every pipeline rank runs several parts of the model. Set virtual_pipeline_size=2 or more, or "
+                "choose '1f1b'."
+            )
+        if self.virtual > 1 and self.schedule != "interleaved_1f1b" and (self.schedule, self.virtual) != ("zb_v", 2):
+            raise LayoutError(
+                f"virtual_pipeline_size={self.virtual} with pipeline_schedule={self.schedule!r}: only "
+                "'interleaved_1f1b' deals several parts of the model to a rank ('zb_v' always two, a file what it "
+                "says). Choose pipeline_schedule='interleaved_1f1b', or virtual_pipeline_size=1."
+            )
+
+    @property
+    def schedule_is_file(self) -> bool:
+        """Whether `schedule` is the path of a file."""
+        return str(self.schedule).endswith((".txt", ".json", ".yaml", ".yml"))
 
     @property
     def world_size(self) -> int:
@@ -72,6 +100,8 @@ class Layout:
             parts.append(self.schedule)
         if self.virtual > 1:
             parts.append(f"v{self.virtual}")
+        if self.order != "looped":
+            parts.append(self.order)
         return "-".join(parts)
 
     @classmethod
@@ -85,6 +115,8 @@ class Layout:
         for part in text.strip().lower().split("-"):
             if part in SCHEDULES:
                 key, value = "schedule", part
+            elif part in get_args(Order):
+                key, value = "order", part
             else:
                 match = re.fullmatch(r"(tp|pp|dp|cp|ep|zero|v)(\d+)", part)
                 if match is None:
@@ -95,7 +127,7 @@ class Layout:
                 key, value = {"v": "virtual"}.get(match[1], match[1]), match[2]
             if key in values:
                 raise LayoutError(f"layout {text!r} gives {key} twice.")
-            values[key] = value if key == "schedule" else int(value)
+            values[key] = value if key in ("schedule", "order") else int(value)
         return cls(**values)  # type: ignore[arg-type]
 
     def with_world_size(self, world_size: int) -> Layout:
@@ -132,10 +164,6 @@ class Layout:
         """
         if self.zero > 1:
             raise not_yet(f"zero_stage={self.zero}", "Use zero_stage=1 (optimizer state sharded) or 0.")
-        if self.schedule not in ("gpipe", "1f1b"):
-            raise not_yet(f"pipeline_schedule={self.schedule!r}", "Use '1f1b' or 'gpipe'.")
-        if self.virtual > 1:
-            raise not_yet(f"virtual_pipeline_size={self.virtual}", "Use virtual_pipeline_size=1.")
         if self.cp > 1:
             raise not_yet(f"context_parallel_size={self.cp}", "Use tensor_parallel_size for long sequences.")
         if self.ep > 1:

@@ -54,8 +54,9 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         expert_parallel_size: int = 1,
         zero_stage: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
-        pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b",
+        pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"] | str = "1f1b",
         virtual_pipeline_size: int = 1,
+        virtual_pipeline_order: Literal["looped", "contiguous"] = "looped",
         sequence_parallel: bool = False,
         tensor_parallel_plan: Literal["auto"] | dict[str, str] = "auto",
         strict_tensor_parallel: float | None = None,
@@ -85,9 +86,13 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             zero_stage: 0: replicas hold everything; 1: they share the optimizer state. (2, 3: not in this version.)
             num_microbatches: Slices of a batch that follow each other through the pipeline; "auto" is
                 min(batch, 4 x pipeline_parallel_size). Needs pipeline_parallel_size > 1.
-            pipeline_schedule: Order of forwards and backwards: "1f1b" keeps at most `pipeline_parallel_size`
-                microbatches alive on a stage, "gpipe" all of them. (Others: not in this version.)
-            virtual_pipeline_size: Model chunks per pipeline rank (not in this version).
+            pipeline_schedule: Order of forwards and backwards. "1f1b" keeps at most `pipeline_parallel_size`
+                microbatches alive on a stage, "gpipe" all of them; "interleaved_1f1b" gives every rank several parts
+                of the model; "zb_h1" and "zb_v" fill idle time with the gradients of weights. Or the path of a file
+                with one's own lists of actions. docs/schedules.md compares them.
+            virtual_pipeline_size: Parts of the model per pipeline rank, for "interleaved_1f1b".
+            virtual_pipeline_order: How these parts are dealt: "looped" (1 2 1 2, smaller bubble) or "contiguous"
+                (1 1 2 2).
             sequence_parallel: Also cut norms, dropout and residuals along the sequence between tensor-parallel layers.
             tensor_parallel_plan: "auto", or patterns on module or parameter names to "column", "row", "vocab" or
                 "replicate"; what they do not name stays automatic.
@@ -136,6 +141,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             zero=zero_stage,
             schedule=pipeline_schedule,
             virtual=virtual_pipeline_size,
+            order=virtual_pipeline_order,
         )
         self.layout.check_supported()
         check_loss_weighting(loss_weighting)

@@ -2,7 +2,7 @@
 
 from lightning_3d.pipeline.absent import AbsentParameter, drop, is_absent
 from lightning_3d.pipeline.atoms import find_atoms
-from lightning_3d.pipeline.channels import Channels, Message
+from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.check import Report, check
 from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.merge import merge
@@ -24,7 +24,6 @@ __all__ = [
     "Channels",
     "Event",
     "LogEntry",
-    "Message",
     "Partition",
     "Phantom",
     "PipelineRunner",

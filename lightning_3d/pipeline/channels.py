@@ -1,14 +1,15 @@
 """HOW do values travel between stages?  Point-to-point messages without tags.
 
 Both ends derive from the schedule which messages go from one stage to another, and in which order; that order is all
-they need. Receives are posted before they are needed, sends do not block and are kept alive until they are done.
-One communicator per direction: NCCL runs the operations of a communicator in order.
+they need. Receives are posted before they are needed. Sends do not block; what was sent is kept until a message comes
+back that its receiver can only have sent afterwards, and then let go (no waiting, no polling).
+One communicator for values and one for gradients: NCCL runs the operations of a communicator in order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,22 +17,9 @@ from torch import Tensor
 
 from lightning_3d.comm import Communicator, Pending
 from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline.events import TensorMeta
+from lightning_3d.pipeline.routes import Message, Parcel, Routes
 
-_GRADIENTS_IN_FLIGHT = 2
-
-
-class Message(NamedTuple):
-    """Values (`F`) or their gradients (`G`) of one microbatch, from one window to another."""
-
-    kind: str
-    microbatch: int
-    source: int
-    target: int
-
-    def __str__(self) -> str:
-        what = "values" if self.kind == "F" else "gradients"
-        return f"{what} of microbatch {self.microbatch} from window {self.source} to window {self.target}"
+_Outgoing = list[tuple[Pending, Tensor]]
 
 
 class _Incoming(NamedTuple):
@@ -50,77 +38,71 @@ class Channels:
     def __init__(self, mesh: Mesh, on_wait: Callable[[str], None] | None = None) -> None:
         self.mesh, self.on_wait = mesh, on_wait
         self.stage = mesh.at.pp
-        self._expected: dict[int, deque[Message]] = {}
-        self._metas: Callable[[Message], list[TensorMeta]] = lambda _: []
+        self._expected: dict[int, deque[Parcel]] = {}
+        self._posted: set[Message] = set()
         self._arrived: dict[Message, _Incoming] = {}
         self._local: dict[Message, list[Tensor]] = {}
-        self._sent: dict[Message, list[tuple[Pending, Tensor]]] = {}
-        self._gradients: dict[int, deque[Message]] = {}
+        self._sent: dict[int, deque[_Outgoing]] = {}
+        self._let_go: dict[int, int] = {}
+        self._acknowledged: Mapping[Message, int] = {}
 
-    def begin(self, expected: Mapping[int, Sequence[Message]], metas: Callable[[Message], list[TensorMeta]]) -> None:
-        """Start a step.
+    def begin(self, routes: Routes) -> None:
+        """Start a batch with these messages."""
+        assert not [*self._sent, *self._arrived], "the last batch did not end"
+        self._expected = {source: deque(parcels) for source, parcels in routes.expected.items()}
+        self._acknowledged = routes.acknowledged
+        self._posted.clear()
 
-        Args:
-            expected: Source stage -> its messages to this stage, in the order it sends them.
-            metas: What the tensors of a message look like.
-        """
-        assert not [*self._sent, *self._arrived], "the last step did not end"
-        self._expected = {source: deque(messages) for source, messages in expected.items()}
-        self._metas = metas
-
-    def send(self, message: Message, target_stage: int, tensors: list[Tensor]) -> None:
-        """Start sending; `settle` or `end` waits until it is done."""
-        if target_stage == self.stage:
+    def send(self, parcel: Parcel, tensors: list[Tensor]) -> None:
+        """Start sending."""
+        message, target = parcel.message, parcel.stage
+        if target == self.stage:
             self._local[message] = [x.detach().clone() for x in tensors]
             return
-        communicator, peer = self._way(self.stage, target_stage), self.mesh.peer(target_stage)
+        communicator, peer = self._way(message), self.mesh.peer(target)
         pieces = [x.detach().contiguous() for x in tensors if x.numel()]
-        self._sent[message] = [(communicator.send_start(x, peer), x) for x in pieces]
-        if message.kind == "G":
-            in_flight = self._gradients.setdefault(target_stage, deque())
-            in_flight.append(message)
-            if len(in_flight) > _GRADIENTS_IN_FLIGHT:
-                self._finish(in_flight.popleft())
+        outgoing = [(communicator.send_start(x, peer), x) for x in pieces]
+        self._sent.setdefault(target, deque()).append(outgoing)
 
-    def prepare(self, message: Message, source_stage: int) -> None:
-        """Post the receives up to and with `message`, in the order the source sends."""
-        expected = self._expected.get(source_stage, deque())
-        if source_stage == self.stage or message in self._arrived or message not in expected:
+    def prepare(self, parcel: Parcel) -> None:
+        """Post the receives up to and with this message, in the order the source sends."""
+        source = parcel.stage
+        if source == self.stage or parcel.message in self._posted:
             return
-        communicator, peer = self._way(source_stage, self.stage), self.mesh.peer(source_stage)
-        while message not in self._arrived:
-            following = expected.popleft()
-            buffers = [torch.empty(m.wire, dtype=m.dtype, device=self.mesh.device) for m in self._metas(following)]
+        expected, peer = self._expected[source], self.mesh.peer(source)
+        while parcel.message not in self._posted:
+            message, _, _, metas = expected.popleft()
+            communicator = self._way(message)
+            buffers = [torch.empty(m.wire, dtype=m.dtype, device=self.mesh.device) for m in metas]
             works = [communicator.receive_start(x, peer) for x in buffers if x.numel()]
-            self._arrived[following] = _Incoming(works, buffers)
+            self._arrived[message] = _Incoming(works, buffers)
+            self._posted.add(message)
 
-    def receive(self, message: Message, source_stage: int) -> list[Tensor]:
+    def receive(self, parcel: Parcel) -> list[Tensor]:
         """The tensors of a message.
 
         Raises:
             RuntimeError: The process group's timeout passed.
         """
-        if source_stage == self.stage:
+        message, source = parcel.message, parcel.stage
+        if source == self.stage:
             return self._local.pop(message)
-        self.prepare(message, source_stage)
+        self.prepare(parcel)
         incoming = self._arrived.pop(message)
         if self.on_wait is not None:
-            self.on_wait(f"stage {self.stage} waits for the {message} (stage {source_stage})")
+            self.on_wait(f"stage {self.stage} waits for the {message} (stage {source})")
         for work in incoming.works:
             work.wait()
+        self._release(source, self._acknowledged.get(message, 0))
         return incoming.buffers
-
-    def settle(self, microbatch: int, window: int) -> None:
-        """Let go of the values a window sent for a microbatch whose gradients have come back."""
-        for message in [m for m in self._sent if m[:3] == ("F", microbatch, window)]:
-            self._finish(message)
 
     def end(self) -> None:
         """Wait until everything has been sent."""
-        for message in list(self._sent):
-            self._finish(message)
-        self._gradients.clear()
-        left = [*self._arrived, *self._local, *(m for messages in self._expected.values() for m in messages)]
+        for target in self._sent:
+            self._release(target)
+        self._sent.clear()
+        self._let_go.clear()
+        left = [*self._arrived, *self._local, *(p.message for parcels in self._expected.values() for p in parcels)]
         assert not left, f"messages nobody took: {left}"
 
     def abandon(self) -> None:
@@ -129,11 +111,20 @@ class Channels:
         self._arrived.clear()
         self._local.clear()
         self._sent.clear()
-        self._gradients.clear()
+        self._let_go.clear()
 
-    def _finish(self, message: Message) -> None:
-        for work, _ in self._sent.pop(message, ()):
-            work.wait()
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of what was sent and is not let go yet."""
+        return sum(x.nbytes for sent in self._sent.values() for outgoing in sent for _, x in outgoing)
 
-    def _way(self, source: int, target: int) -> Communicator:
-        return self.mesh.forward if source < target else self.mesh.backward
+    def _release(self, target_stage: int, upto: int | None = None) -> None:
+        """Let go of the first `upto` messages sent to a stage (all)."""
+        sent = self._sent.get(target_stage, deque())
+        while sent and (upto is None or self._let_go.get(target_stage, 0) < upto):
+            for work, _ in sent.popleft():
+                work.wait()
+            self._let_go[target_stage] = self._let_go.get(target_stage, 0) + 1
+
+    def _way(self, message: Message) -> Communicator:
+        return self.mesh.forward if message.kind == "F" else self.mesh.backward

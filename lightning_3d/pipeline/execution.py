@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
@@ -18,6 +19,7 @@ from lightning_3d.pipeline.events import Vid
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.rng import Seeds, window_randomness
+from lightning_3d.pipeline.split_backward import WeightHalf, edge_of, input_half
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.step_values import StepValues
 from lightning_3d.probe import ModuleState
@@ -50,12 +52,21 @@ class Program:
 
 @dataclass
 class Live:
-    """A forward whose backward has not run yet."""
+    """A forward whose backward has not run yet.
+
+    It keeps the graph of what the window made, not the values: those are freed once they are sent, unless the backward
+    of the window itself needs them.
+    """
 
     partition: Partition
     window: int
     run: StageRun
     loss: Tensor | None = None
+    edges: dict[Vid, GradientEdge] = field(init=False)
+    later: WeightHalf | None = None
+
+    def __post_init__(self) -> None:
+        self.edges = {vid: edge_of(x) for vid, x in self.run.captured.items() if x.requires_grad}
 
 
 def forward(
@@ -149,34 +160,41 @@ def trained_loss(out: Any, step_name: str) -> Tensor | None:
     return loss
 
 
-def backward(live: Live, gradients: Mapping[Vid, Tensor]) -> dict[Vid, Tensor]:
+def backward(live: Live, gradients: Mapping[Vid, Tensor], *, weights_later: bool = False) -> dict[Vid, Tensor]:
     """Backward of one window of one microbatch; gradients of its parameters accumulate in `.grad`.
 
     Args:
         live: The forward.
         gradients: Value -> gradient from the windows that used it.
+        weights_later: Leave what `backward_of_weights` can do later.
 
     Returns:
         Gradients of the received values that want one.
     """
     run = live.run
-    pairs = [(run.captured[vid], g) for vid, g in gradients.items() if run.captured[vid].requires_grad]
-    tensors, incoming = [x for x, _ in pairs], [g for _, g in pairs]
+    starts = [(live.edges[vid], g) for vid, g in gradients.items() if vid in live.edges]
     if live.loss is not None and live.loss.requires_grad:
-        tensors.append(live.loss)
-        incoming.append(torch.ones_like(live.loss))
-    if tensors:
+        starts.append((edge_of(live.loss), torch.ones_like(live.loss)))
+    live.loss = None
+    if starts:
         with sharding.guarded():  # a checkpoint recomputes
-            torch.autograd.backward(tensors, incoming)
+            if weights_later and not run.checkpointed:  # it would recompute for each half
+                live.later = input_half(starts, run.received.values())
+            else:
+                torch.autograd.backward([edge for edge, _ in starts], [g for _, g in starts])
     out = {}
     for vid, leaf in run.received.items():
         if leaf.requires_grad:
             out[vid] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
+    live.edges.clear()
     run.release()
     return out
 
 
-def differentiable(partition: Partition, vids: Sequence[Vid]) -> list[Vid]:
-    """Those values of a message whose gradients travel back."""
-    return [vid for vid in vids if partition.trace.meta[vid].requires_grad]
+def backward_of_weights(live: Live) -> None:
+    """What `backward(live, ..., weights_later=True)` left."""
+    if live.later is not None:
+        with sharding.guarded():
+            live.later.run()
+        live.later = None

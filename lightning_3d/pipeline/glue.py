@@ -54,6 +54,7 @@ class Glue(TorchFunctionMode, ABC):
     Attributes:
         n: Number of the next event.
         inside: Greater than zero while an event runs: what it calls is not glue code.
+        checkpointed: An activation checkpoint was made, in glue code or in an atom.
     """
 
     trace: Trace
@@ -61,7 +62,7 @@ class Glue(TorchFunctionMode, ABC):
     def __init__(self, module: nn.Module, atoms: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.module, self.atoms = module, atoms
-        self.n, self.inside = 0, 0
+        self.n, self.inside, self.checkpointed = 0, 0, False
         self._turned: list[tuple[Any, type]] = []
 
     # -- what an interpreter does

@@ -26,8 +26,8 @@ class Partition:
 
     Attributes:
         trace: What is cut.
-        windows: The chain of windows. In training there is one per stage; an evaluation step that walks through the
-            model several times has more.
+        windows: The chain of windows. A stage has several of them with virtual chunks, and in a step that walks
+            through the model several times.
         held: Per stage, the parameters its windows use.
         receives: Per window, the values it needs from each earlier window: {owner window: [values]}.
         buffers: Registered buffers glue code changes -> the window that keeps them current.
@@ -61,10 +61,12 @@ class Partition:
         return (self.trace.plain(), self.windows, self.receives, [sorted(names) for names in self.held])
 
 
-def windows_from_starts(trace: Trace, starts: Sequence[int]) -> list[Window]:
-    """One window per stage, beginning at the given events (the first at 0)."""
+def windows_from_starts(trace: Trace, starts: Sequence[int], owners: Sequence[int] | None = None) -> list[Window]:
+    """Windows beginning at the given events (the first at 0), the i-th run by stage `owners[i]` (default: i)."""
     stops = [*starts[1:], len(trace.events)]
-    return [Window(i, start, stop, i) for i, (start, stop) in enumerate(zip(starts, stops, strict=True))]
+    owners = range(len(starts)) if owners is None else owners
+    bounds = zip(starts, stops, owners, strict=True)
+    return [Window(i, start, stop, stage) for i, (start, stop, stage) in enumerate(bounds)]
 
 
 def make_partition(trace: Trace, windows: list[Window], stages: int | None = None) -> Partition:
@@ -114,16 +116,16 @@ def _buffer_windows(trace: Trace, window_of: list[int], windows: list[Window]) -
 
 
 # -- where to cut for training
-def automatic_starts(trace: Trace, stages: int) -> list[int]:
+def automatic_starts(trace: Trace, parts: int) -> list[int]:
     """Contiguous parts of the atom calls with the smallest largest cost; ties by the bytes that cross.
 
     Raises:
-        PipelineError: The model offers fewer pieces than there are stages; the message names them.
+        PipelineError: The model offers fewer pieces than parts; the message names them.
     """
     calls = trace.calls()
     legal = [i for i, (n, _) in enumerate(calls) if i and trace.forbidden(n) is None]
-    if len(legal) < stages - 1:
-        raise _too_few_pieces(trace, stages, len(legal) + 1)
+    if len(legal) < parts - 1:
+        raise _too_few_pieces(trace, parts, len(legal) + 1)
     points = [0, *legal, len(calls)]
     before = [0.0]
     for first, last in itertools.pairwise(points):
@@ -132,11 +134,11 @@ def automatic_starts(trace: Trace, stages: int) -> list[int]:
         stop = calls[last][0] if last < len(calls) else len(trace.events)
         before.append(before[-1] + sum(trace.cost(event) for event in trace.events[begin:stop]))
     crossing = [0.0, *(float(trace.live_bytes(calls[i][0])) for i in legal), 0.0]
-    chosen = _smallest_maximum(before, crossing, stages)
+    chosen = smallest_maximum(before, crossing, parts)
     return [0, *(calls[points[i]][0] for i in chosen)]
 
 
-def _smallest_maximum(before: list[float], crossing: list[float], parts: int) -> list[int]:
+def smallest_maximum(before: list[float], crossing: list[float], parts: int) -> list[int]:
     """Inner boundaries of the best contiguous partition; `before[i]` is the cost of everything before point i."""
     end = len(before) - 1
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
@@ -150,6 +152,33 @@ def _smallest_maximum(before: list[float], crossing: list[float], parts: int) ->
             if options:
                 best[k, b] = min(options, key=lambda option: option[:2])
     return best[parts, end][2][1:]
+
+
+def stages_of_pieces(trace: Trace, owners: Sequence[int]) -> dict[str, int]:
+    """Parameter -> stage, for a step that calls its pieces several times: each piece once, by the cost of all calls.
+
+    Pieces are dealt to the windows in the order of their first call; parameters of glue code go to the piece called
+    before.
+
+    Raises:
+        PipelineError: Fewer pieces than windows.
+    """
+    names = list(dict.fromkeys(trace.call_names()))
+    if len(names) < len(owners):
+        raise _too_few_pieces(trace, len(owners), len(names))
+    costs = dict.fromkeys(names, 0.0)
+    piece_of: dict[str, str] = {}
+    current = names[0]
+    for event in trace.events:
+        current = event.atom if event.kind == "atom" else current
+        costs[current] += trace.cost(event)
+        known = [piece_of[n] for n in sorted(event.params) if n in piece_of]
+        for name in event.params:
+            piece_of.setdefault(name, known[0] if known and event.kind != "atom" else current)
+    before = [0.0, *itertools.accumulate(costs[name] for name in names)]
+    bounds = [0, *smallest_maximum(before, [0.0] * len(before), len(owners)), len(names)]
+    stage_of = {name: owners[part] for part, (a, b) in enumerate(itertools.pairwise(bounds)) for name in names[a:b]}
+    return {name: stage_of[piece] for name, piece in piece_of.items()}
 
 
 def named_starts(trace: Trace, names: list[str]) -> list[int]:
@@ -182,20 +211,29 @@ def _too_few_pieces(trace: Trace, stages: int, pieces: int) -> PipelineError:
     why = f" No boundary is possible inside: {'; '.join(reasons)}." if reasons else ""
     names = ", ".join(trace.call_names()) or "no module with parameters is called"
     return PipelineError(
-        f"{stages} pipeline stages were asked for, but {trace.step} offers only {pieces} "
-        f"piece{'s' if pieces > 1 else ''}: {names}.{why} Use a smaller pipeline_parallel_size, or give the model "
+        f"{stages} pipeline stages (pipeline_parallel_size x virtual_pipeline_size) were asked for, but {trace.step} "
+        f"offers only {pieces} piece{'s' if pieces > 1 else ''}: {names}.{why} Use smaller sizes, or give the model "
         "more modules that are called one after the other."
     )
 
 
 # -- where to cut any step, once parameters have their stages
 class Held(NamedTuple):
-    """Which stages hold which parameter, and in which order training cut the calls of the atoms."""
+    """Which stages hold which parameter, and how training cut the calls of the atoms.
+
+    Attributes:
+        stages: Number of stages.
+        holders: Name of a parameter -> stages that hold it.
+        call_names: Atoms in the order of their calls when the model was cut.
+        start_calls: Index of the call every window began with.
+        owners: Stage of every window; one entry per stage of a plain pipeline.
+    """
 
     stages: int
     holders: Mapping[str, tuple[int, ...]]
     call_names: tuple[str, ...] = ()
     start_calls: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
 
 
 def owned_windows(trace: Trace, held: Held) -> list[Window]:
@@ -210,10 +248,11 @@ def owned_windows(trace: Trace, held: Held) -> list[Window]:
     """
     calls = trace.calls()
     if tuple(trace.call_names()) == held.call_names:
-        windows = windows_from_starts(trace, [0, *(calls[i][0] for i in held.start_calls[1:])])
+        windows = windows_from_starts(trace, [0, *(calls[i][0] for i in held.start_calls[1:])], held.owners or None)
         if all(_holds_all(event, w.stage, held) for w in windows for event in trace.events[w.start : w.stop]):
             return windows
-    starts, stage = [(0, 0)], 0
+    stage = held.owners[0] if held.owners else 0
+    starts = [(0, stage)]
     for n, event in enumerate(trace.events):
         allowed = _allowed(event, held)
         if allowed is None or stage in allowed:
@@ -221,7 +260,7 @@ def owned_windows(trace: Trace, held: Held) -> list[Window]:
         stage = min(allowed, key=lambda s: (s - stage) % held.stages)
         starts.append((n, stage))
     # the first window begins with the first parameter that is used, the last one ends on the last stage
-    if len(starts) > 1 and not any(e.params for e in trace.events[: starts[1][0]]) and starts[1][1] != 0:
+    if len(starts) > 1 and not any(e.params for e in trace.events[: starts[1][0]]):
         starts = [(0, starts[1][1]), *starts[2:]]
     if starts[-1][1] != held.stages - 1:
         starts.append((len(trace.events), held.stages - 1))

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline.atoms import atoms_for_split, check_split_names, find_atoms
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.partition import (
@@ -19,11 +18,12 @@ from lightning_3d.pipeline.partition import (
     named_starts,
     owned_windows,
     place_unused,
+    stages_of_pieces,
     windows_from_starts,
 )
 
 Split = Literal["auto"] | Sequence[str]
-_SHARED_LIMIT = 1.5
+_AGAIN = 0.5
 
 
 class Plan(NamedTuple):
@@ -34,87 +34,124 @@ class Plan(NamedTuple):
     held: Held
 
 
-def make_plan(module: nn.Module, stages: int, split: Split, tracer: Callable[[Mapping[str, nn.Module]], Trace]) -> Plan:
+def make_plan(
+    module: nn.Module,
+    stages: int,
+    split: Split,
+    tracer: Callable[[Mapping[str, nn.Module]], Trace],
+    owners: Sequence[int] | None = None,
+) -> Plan:
     """Find atoms, trace the step with them, and cut.
 
     Args:
         module: The root module.
         stages: Number of pipeline stages.
-        split: "auto", or the name of the first module of every stage but the first.
+        split: "auto", or the name of the first module of every window but the first.
         tracer: Records the step with the given atoms.
+        owners: Stage of every window; default: one window per stage.
 
     Raises:
-        PipelineError: Too few pieces, wrong names, or a step that walks through the model several times.
+        PipelineError: Too few pieces, or wrong names.
     """
+    owners = tuple(range(stages)) if owners is None else tuple(owners)
     if split != "auto":
         names = list(split)
-        check_split_names(names, module, stages)
-        atoms = atoms_for_split(module, stages, names)
+        check_split_names(names, module, len(owners))
+        atoms = atoms_for_split(module, len(owners), names)
         trace = tracer(atoms)
-        return _placed(module, atoms, trace, named_starts(trace, names), stages)
-    atoms = find_atoms(module, stages)
+        return _placed(module, atoms, trace, named_starts(trace, names), stages, owners)
+    atoms = find_atoms(module, len(owners))
     trace = tracer(atoms)
-    block = _repeated_block(trace, stages)
+    block = _repeated_block(trace, len(owners))
     if block is not None:
         # one block called again and again (ALBERT): it is the piece, not its layers
-        atoms = find_atoms(module, stages, closed=(block,))
+        atoms = find_atoms(module, len(owners), closed=(block,))
         trace = tracer(atoms)
-    return _placed(module, atoms, trace, automatic_starts(trace, stages), stages)
+    return _placed(module, atoms, trace, automatic_starts(trace, len(owners)), stages, owners)
 
 
-def _placed(module: nn.Module, atoms: dict[str, nn.Module], trace: Trace, starts: list[int], stages: int) -> Plan:
-    partition = make_partition(trace, windows_from_starts(trace, starts), stages)
-    _refuse_several_walks(partition)
-    held = [set(names) for names in partition.held]
-    names = {id(p): n for n, p in module.named_parameters()}
-    place_unused(trace, held, [(n, [names[id(p)] for p in m.parameters()]) for n, m in atoms.items()])
-    holders = {n: tuple(s for s in range(stages) if n in held[s]) for n in trace.sizes}
+def _placed(
+    module: nn.Module,
+    atoms: dict[str, nn.Module],
+    trace: Trace,
+    starts: list[int],
+    stages: int,
+    owners: tuple[int, ...],
+) -> Plan:
+    partition = make_partition(trace, windows_from_starts(trace, starts, owners), stages)
     calls = [n for n, _ in trace.calls()]
-    ordinals = tuple(0 if start == 0 else calls.index(start) for start in starts)
-    return Plan(atoms, trace, Held(stages, holders, tuple(trace.call_names()), ordinals))
+    names: tuple[str, ...] = tuple(trace.call_names())
+    ordinals: tuple[int, ...] = tuple(0 if start == 0 else calls.index(start) for start in starts)
+    if _walks_again(partition):
+        # every piece to one stage, and the walk goes round as often as the step does
+        names, ordinals = (), ()
+        placed = {n: (stage,) for n, stage in stages_of_pieces(trace, owners).items()}
+        partition = make_partition(trace, owned_windows(trace, Held(stages, placed, owners=owners)), stages)
+    held = [set(found) for found in partition.held]
+    by_id = {id(p): n for n, p in module.named_parameters()}
+    place_unused(trace, held, [(n, [by_id[id(p)] for p in m.parameters()]) for n, m in atoms.items()])
+    holders = {n: tuple(s for s in range(stages) if n in held[s]) for n in trace.sizes}
+    return Plan(atoms, trace, Held(stages, holders, names, ordinals, owners))
 
 
 def cut(trace: Trace, held: Held, *, training: bool) -> Partition:
-    """Cut any trace so that every parameter is used where it is held.
-
-    Raises:
-        PipelineError: A training step walks through the stages more than once.
-    """
+    """Cut any trace so that every parameter is used where it is held."""
     windows = owned_windows(trace, held)
     if training:
-        stages = [w.stage for w in windows]
-        if stages != sorted(set(stages)):
-            raise _several_walks(trace.step, -(-len(windows) // held.stages))
-        windows = _one_per_stage(windows, held.stages)
+        windows = padded(windows, held.owners or range(held.stages)) or windows
     return make_partition(trace, windows, held.stages)
 
 
-def _one_per_stage(windows: list[Window], stages: int) -> list[Window]:
-    """Stages that have nothing to do on this path get an empty window: schedules count on one per stage."""
-    full, start = [], 0
-    by_stage = {w.stage: w for w in windows}
-    for stage in range(stages):
-        stop = by_stage[stage].stop if stage in by_stage else start
-        full.append(Window(stage, start, stop, stage))
-        start = stop
-    return full
+def padded(windows: Sequence[Window], owners: Sequence[int]) -> list[Window] | None:
+    """The windows in a chain with these owners: stages with nothing to do get empty ones. None: not possible."""
+    full: list[Window] = []
+    waiting = list(windows)
+    for number, owner in enumerate(owners):
+        start = full[-1].stop if full else 0
+        if waiting and waiting[0].stage == owner:
+            window = waiting.pop(0)
+            full.append(Window(number, window.start, window.stop, owner))
+        else:
+            full.append(Window(number, start, start, owner))
+    return None if waiting else full
 
 
-def _refuse_several_walks(partition: Partition) -> None:
-    """A step that calls the model twice would need every parameter in several stages: no memory is saved."""
-    trace, windows = partition.trace, partition.windows
-    stage_of: dict[str, int] = {}
-    walk: list[int] = []
+def along(partitions: Sequence[Partition], owners: Sequence[int]) -> tuple[list[Partition], tuple[int, ...]]:
+    """The microbatches of a batch in one common chain, which a schedule can be made for.
+
+    Args:
+        partitions: Of every microbatch.
+        owners: The planned chain.
+
+    Returns:
+        The partitions, padded where needed, and the stage of every window.
+    """
+    chains = {tuple(w.stage for w in p.windows) for p in partitions}
+    if len(chains) == 1:
+        return list(partitions), chains.pop()
+    common = tuple(owners)
+    while any(padded(p.windows, common) is None for p in partitions):
+        common = (*common, *owners)
+    out = []
+    for p in partitions:
+        windows = padded(p.windows, common)
+        assert windows is not None
+        out.append(p if windows == p.windows else make_partition(p.trace, windows, p.stages))
+    return out, common
+
+
+def _walks_again(partition: Partition) -> bool:
+    """Whether the step walks through the model several times: most of its work is in pieces several stages would hold.
+
+    A small piece that is called twice (the embedding of an encoder and its decoder) is better held twice.
+    """
+    trace = partition.trace
+    stages: dict[str, set[int]] = {}
     for n, event in trace.calls():
-        current = next(w.stage for w in windows if w.start <= n < w.stop)
-        owner = stage_of.setdefault(event.atom, current)
-        if not walk or walk[-1] != owner:
-            walk.append(owner)
-    total = sum(trace.sizes[n] for n in set().union(*partition.held))
-    held = sum(trace.sizes[n] for names in partition.held for n in names)
-    one_block = len(set(trace.call_names())) < len(trace.call_names()) and _repeats_one_piece(trace)
-    if len(walk) > partition.stages and held > _SHARED_LIMIT * total and not one_block:
-        raise _several_walks(trace.step, -(-len(walk) // partition.stages))
+        stages.setdefault(event.atom, set()).update(w.stage for w in partition.windows if w.start <= n < w.stop)
+    costs = [(len(stages[event.atom]) > 1, trace.cost(event)) for _, event in trace.calls()]
+    again = sum(cost for shared, cost in costs if shared)
+    return again > _AGAIN * sum(cost for _, cost in costs) and not _repeats_one_piece(trace)
 
 
 def _repeats_one_piece(trace: Trace) -> bool:
@@ -124,26 +161,18 @@ def _repeats_one_piece(trace: Trace) -> bool:
     return len(runs) == len(set(runs))
 
 
-def _several_walks(step: str, count: int) -> PipelineError:
-    return PipelineError(
-        f"{step} walks through the model {count} times (it calls the same modules again in a later part of the step). "
-        "Pipeline parallelism of such a training step is not supported in this version of lightning_3d yet: use "
-        "pipeline_parallel_size=1, or concatenate the inputs along the batch dim and call the model once."
-    )
-
-
-def _repeated_block(trace: Trace, stages: int) -> str | None:
+def _repeated_block(trace: Trace, parts: int) -> str | None:
     """The module that holds all atoms called often, if each of its calls is a fine enough piece of the step."""
     names = trace.call_names()
     counts = {name: names.count(name) for name in set(names)}
-    repeated = [name for name, count in counts.items() if count >= 2 * stages]
+    repeated = [name for name, count in counts.items() if count >= 2 * parts]
     if len(repeated) < 2:
         return None
     paths = [name.split(".") for name in repeated]
     common = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
+    for keys in zip(*paths, strict=False):
+        if len(set(keys)) > 1:
             break
-        common.append(parts[0])
+        common.append(keys[0])
     block = ".".join(common)
     return block or None

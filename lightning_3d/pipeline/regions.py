@@ -16,11 +16,13 @@ _original = getattr(torch_checkpoint, _name)
 def checkpoint_regions(current: Callable[[], Any]) -> SharedPatch:
     """While it is open, non-reentrant checkpoints made by glue code call `current().on_region()` around their forward.
 
-    `current` looks at its own thread.
+    `current` looks at its own thread. Those inside atoms as well set `current().checkpointed`.
     """
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
         glue = current()
+        if glue is not None:
+            glue.checkpointed = True
         if glue is None or glue.inside:
             yield from _original(*args, **kwargs)
             return

@@ -26,17 +26,20 @@ from lightning_3d.pipeline.execution import TRAINING, Program
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
-from lightning_3d.pipeline.planning import Split, cut, make_plan
+from lightning_3d.pipeline.planning import Split, along, cut, make_plan
 from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds, mix
+from lightning_3d.pipeline.routes import Routes
 from lightning_3d.pipeline.samples import Memory, batch_size
-from lightning_3d.pipeline.schedule import Action, forward_only, schedule_named
+from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.trace import trace, without_inference_tensors
+from lightning_3d.pipeline.training_schedule import TrainingSchedule, evaluation_lists
 from lightning_3d.pipeline.walk import Recorder, Walk
 from lightning_3d.probe import agree, call_step, probe_arguments
 
 _SIGNATURES_KEPT = 256
 _PATHS_KEPT = 8
+_ROUTES_KEPT = 64
 
 
 class PipelineRunner:
@@ -45,12 +48,12 @@ class PipelineRunner:
     Args:
         module: The user's module, on `mesh.device`, tensor-parallel rewrite done.
         mesh: This rank's place.
-        schedule: Name of the schedule for training.
+        schedule: The schedule for training, or its name.
         num_microbatches: Microbatches per training batch; a smaller batch gives one per sample.
         evaluation_microbatches: The same for validation, test and predict. One keeps the numbers of those steps what
             they are on one process (a perplexity is not the mean of its microbatches').
         tensor_group: Tensor-parallel group of the rewritten module, or None.
-        split: "auto", or the name of the first module of every stage but the first.
+        split: "auto", or the name of the first module of every window but the first.
         seed: Base of all random numbers drawn inside steps.
         forward_context: Entered around every forward window (autocast), never around a backward.
         recorder: Called with (action, start, end) for every action, and with kind "wait" for every wait.
@@ -63,7 +66,7 @@ class PipelineRunner:
         shared_groups: This rank's (communicator, names) of shared parameters.
         counted: Names this rank counts in norms: those whose first holder is its stage.
         buffers: Name of a buffer -> stage that keeps it current.
-        live_peak: Largest number of live microbatches in the last training batch.
+        live_peak: Largest number of live forwards (one per window and microbatch) in the last training batch.
         step_number: Number of training batches so far (random numbers depend on it).
         channels: The messages; `channels.on_wait` is called before a receive may block.
     """
@@ -73,7 +76,7 @@ class PipelineRunner:
         module: nn.Module,
         mesh: Mesh,
         *,
-        schedule: str = "1f1b",
+        schedule: TrainingSchedule | str = "1f1b",
         num_microbatches: int,
         evaluation_microbatches: int = 1,
         tensor_group: Any = None,
@@ -86,7 +89,7 @@ class PipelineRunner:
         self._evaluation_microbatches = evaluation_microbatches
         self.stages, self.stage = mesh.layout.pp, mesh.at.pp
         self.split, self.seed, self.recorder = split, seed, recorder
-        self._schedule = schedule_named(schedule)
+        self._schedule = TrainingSchedule(schedule, self.stages) if isinstance(schedule, str) else schedule
         self._forward_context, self._tensor_group = forward_context, tensor_group
         self.channels = Channels(mesh)
         self.step_number = self.evaluation_number = self.live_peak = 0
@@ -99,6 +102,7 @@ class PipelineRunner:
         self.buffers: dict[str, int] = {}
         self._held: Held | None = None
         self._partitions: dict[Any, list[Partition]] = {}
+        self._known_routes: dict[Any, Routes] = {}
         self._warned = False
         self._memory: Memory = {}  # which parts of training batches are cut
 
@@ -122,11 +126,16 @@ class PipelineRunner:
         """
         assert self._held is None, "set up already"
         first = self._split(step_name, batch)[0][0]
-        plan = make_plan(self.module, self.stages, self.split, lambda atoms: self._trace(step_name, first, atoms))
+        owners = self._schedule.owners
+
+        def tracer(atoms: Any) -> Trace:
+            return self._trace(step_name, first, atoms)
+
+        plan = make_plan(self.module, self.stages, self.split, tracer, owners)
         self._program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
         # batches differ between replicas; the placement of parameters must not
         held = self.mesh.data.broadcast_object(plan.held, 0)
-        self._held = Held(held.stages, held.holders, held.call_names, held.start_calls)
+        self._held = Held(*held)
         partition = self._agreed(step_name, plan.trace)
         self._partitions[self._circumstances(step_name), signature(first)] = [partition]
         self._place(partition)
@@ -255,9 +264,10 @@ class PipelineRunner:
         microbatches, sizes = self._split(TRAINING, batch)
         weights = [size / sum(sizes) for size in sizes] if weights is None else list(weights)
         assert len(weights) == len(microbatches), f"{len(weights)} weights for {len(microbatches)} microbatches"
-        lists = [self._schedule(self.stages, len(microbatches), s) for s in range(self.stages)]
         walk = self._walk(TRAINING, microbatches, (batch_idx,), self.step_number, weights, scale)
-        walk.run(lists, before_last_backward)
+        walk.partitions, owners = along(walk.partitions, self._schedule.owners)
+        lists = self._schedule.lists(owners, len(microbatches))
+        walk.run(self._routes(walk.partitions, lists), before_last_backward)
         self.step_number += 1
         self.live_peak = walk.live_peak
         self._spread_buffers(walk.partitions)
@@ -276,22 +286,22 @@ class PipelineRunner:
         microbatches, sizes = self._split(step_name, batch)
         number = mix(zlib.crc32(step_name.encode()), self.evaluation_number)
         walk = self._walk(step_name, microbatches, (batch_idx, *args), number, None)
-        walk.run(self._evaluation_lists(walk.partitions))
+        walk.run(self._routes(walk.partitions, self._evaluation_lists(walk.partitions)))
         self.evaluation_number += 1
         self._spread_buffers(walk.partitions)
         return self._result(walk, sizes, [size / sum(sizes) for size in sizes])
 
-    def _evaluation_lists(self, partitions: Sequence[Partition]) -> list[list[Action]]:
-        owners = [[w.stage for w in partition.windows] for partition in partitions]
-        if all(chain == owners[0] for chain in owners):
-            return [forward_only(owners[0], len(partitions), s) for s in range(self.stages)]
-        chains = list(
-            enumerate(owners)
-        )  # microbatches of different sizes may take different walks: one after the other
-        return [
-            [Action("F", i, w) for i, chain in chains for w, owner in enumerate(chain) if owner == s]
-            for s in range(self.stages)
-        ]
+    def _routes(self, partitions: Sequence[Partition], lists: Sequence[Sequence[Action]]) -> Routes:
+        """The messages of a batch; kept for the next batches that are cut alike."""
+        key = (tuple(map(id, partitions)), id(lists))
+        routes = self._known_routes.pop(key, None) or Routes(partitions, lists, self.stage)
+        self._known_routes[key] = routes  # which keeps the objects of the key alive
+        while len(self._known_routes) > _ROUTES_KEPT:
+            self._known_routes.pop(next(iter(self._known_routes)))
+        return routes
+
+    def _evaluation_lists(self, partitions: Sequence[Partition]) -> Sequence[Sequence[Action]]:
+        return evaluation_lists(tuple(tuple(w.stage for w in p.windows) for p in partitions), self.stages)
 
     def _walk(
         self,

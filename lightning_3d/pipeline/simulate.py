@@ -53,6 +53,7 @@ def simulate(
     step_number: int = 0,
     tensor_group: Any = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    owners: Sequence[int] | None = None,
 ) -> Simulation:
     """Run `training_step` as `stages` pipeline stages would, in this process; the module is left as it was.
 
@@ -64,6 +65,7 @@ def simulate(
         stages: Number of stages.
         batch: One batch.
         num_microbatches, split, batch_idx, seed, step_number, tensor_group, forward_context: As in `PipelineRunner`.
+        owners: Stage of every window; default: one window per stage.
 
     Raises:
         PipelineError: The step cannot be cut as asked.
@@ -78,7 +80,7 @@ def simulate(
         seeds = Seeds(seed, step_number, i, 0)
         return trace(module, atoms, call, tensor_group, device=device, forward_context=forward_context, seeds=seeds)
 
-    plan = make_plan(module, stages, split, lambda atoms: traced(0, atoms))
+    plan = make_plan(module, stages, split, lambda atoms: traced(0, atoms), owners)
     program = Program(module, plan.atoms, device, tensor_group, forward_context)
     weights = [size / sum(sizes) for size in sizes]
     held = [{n for n, s in plan.held.holders.items() if stage in s} for stage in range(stages)]
@@ -124,7 +126,7 @@ def _microbatch(
     gradients: dict[Vid, Tensor] = {}
     logged = list(lives[-1].run.logged)
     for live in reversed(lives):
-        wanted = {vid: gradients[vid] for vid in live.run.captured if vid in gradients}
+        wanted = {vid: gradients[vid] for vid in live.edges if vid in gradients}
         for vid, gradient in backward(live, wanted).items():
             gradients[vid] = gradients[vid] + gradient if vid in gradients else gradient
     return out, None if loss is None else loss.detach(), logged

@@ -9,11 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.comm import Ledger
-from lightning_3d.pipeline.channels import Channels, Message
-from lightning_3d.pipeline.events import TensorMeta, Vid
-from lightning_3d.pipeline.execution import Live, Program, backward, differentiable, forward, trained_loss
+from lightning_3d.pipeline.channels import Channels
+from lightning_3d.pipeline.events import Vid
+from lightning_3d.pipeline.execution import (
+    Live,
+    Program,
+    backward,
+    backward_of_weights,
+    forward,
+    trained_loss,
+)
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.rng import Seeds
+from lightning_3d.pipeline.routes import Routes
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.stage import Logged
 
@@ -21,7 +29,7 @@ Recorder = Callable[[Action, float, float], None]
 
 
 class Walk:
-    """One batch on one stage.
+    """One batch on one stage. `lists` of `run` name windows; several of them may be this stage's.
 
     Args:
         program: What is executed.
@@ -37,8 +45,8 @@ class Walk:
         recorder: Told when every action, and every wait, began and ended (`time.monotonic()`).
 
     Attributes:
-        outputs, losses, logged: Per microbatch, filled on the last stage.
-        live_peak: Largest number of live microbatches.
+        outputs, losses, logged: Per microbatch, filled where the last window runs.
+        live_peak: Largest number of live forwards (microbatches; with several windows per stage, of windows).
     """
 
     def __init__(
@@ -66,19 +74,20 @@ class Walk:
         self.live_peak = 0
         self._live: dict[tuple[int, int], Live] = {}
 
-    def run(self, lists: Sequence[Sequence[Action]], before_last_backward: Callable[[], None] | None = None) -> None:
-        """Walk this stage's list; `lists` holds every stage's, from which the order of messages follows."""
-        mine = lists[self.stage]
+    def run(self, routes: Routes, before_last_backward: Callable[[], None] | None = None) -> None:
+        """Walk this stage's list."""
+        mine = routes.lists[self.stage]
+        self._routes = routes
         several = self.weights is not None and len(self.partitions) > 1
         self.program.step_values.begin(m for p in self.partitions for m in p.trace.step_metrics if several)
-        last_backward = max((k for k, action in enumerate(mine) if action.kind == "B"), default=-1)
-        expected = {s: self._messages_to_me(actions) for s, actions in enumerate(lists) if s != self.stage}
-        self.channels.begin(expected, self._metas)
+        # only these give gradients of weights
+        last_backward = max((k for k, action in enumerate(mine) if action.kind in ("B", "W")), default=-1)
+        self.channels.begin(routes)
         try:
             for k, action in enumerate(mine):
                 for ahead in mine[k : k + 2]:
-                    for message, source in self._needs(ahead):
-                        self.channels.prepare(message, source)
+                    for parcel in routes.needs[ahead]:
+                        self.channels.prepare(parcel)
                 hook = before_last_backward if k == last_backward else None
                 self._execute(action, hook)
             self.channels.end()
@@ -93,66 +102,28 @@ class Walk:
         if action.kind == "F":
             with self.ledger.during("forward"):
                 self._forward(action)
-        else:
-            with self.ledger.during("backward"):
+            return
+        with self.ledger.during("backward"):
+            if action.kind == "W":
+                self._backward_of_weights(action, hook)
+            else:
                 self._backward(action, hook)
 
     # -- messages
-    def _messages_to_me(self, actions: Sequence[Action]) -> list[Message]:
-        """What the stage with this list sends here, in its order."""
-        out = []
-        for action in actions:
-            windows = self.partitions[action.microbatch].windows
-            for message in self._sent_after(action):
-                if windows[message.target].stage == self.stage:
-                    out.append(message)
-        return out
-
-    def _sent_after(self, action: Action) -> list[Message]:
-        kind, i, w = action
-        partition = self.partitions[i]
-        if kind == "F":
-            return [Message("F", i, w, target) for target in sorted(partition.sends(w))]
-        receives = partition.receives[w]
-        return [Message("G", i, w, owner) for owner in receives if differentiable(partition, receives[owner])]
-
-    def _needs(self, action: Action) -> list[tuple[Message, int]]:
-        """Messages an action waits for, with the stage that sends them."""
-        kind, i, w = action
-        partition = self.partitions[i]
-        if kind == "F":
-            messages = [Message("F", i, owner, w) for owner in partition.receives[w]]
-        else:
-            sends = partition.sends(w)
-            messages = [
-                Message("G", i, target, w) for target in sorted(sends) if differentiable(partition, sends[target])
-            ]
-        return [(message, partition.windows[message.source].stage) for message in messages]
-
-    def _vids(self, message: Message) -> list[Vid]:
-        partition = self.partitions[message.microbatch]
-        if message.kind == "F":
-            return partition.receives[message.target][message.source]
-        return differentiable(partition, partition.receives[message.source][message.target])
-
-    def _metas(self, message: Message) -> list[TensorMeta]:
-        meta = self.partitions[message.microbatch].trace.meta
-        return [meta[vid] for vid in self._vids(message)]
-
     def _receive(self, action: Action) -> list[tuple[Vid, Tensor]]:
-        needed = self._needs(action)
+        needed = self._routes.needs[action]
+        if not needed:
+            return []
         start = time.monotonic()
-        out = []
-        for message, source in needed:
-            out += list(zip(self._vids(message), self.channels.receive(message, source), strict=True))
-        if needed:
-            self._record(Action("wait", action.microbatch, action.stage), start)
+        out: list[tuple[Vid, Tensor]] = []
+        for parcel in needed:
+            out += zip(parcel.vids, self.channels.receive(parcel), strict=True)
+        self._record(Action("wait", action.microbatch, action.stage), start)
         return out
 
     def _send(self, action: Action, values: dict[Vid, Tensor]) -> None:
-        windows = self.partitions[action.microbatch].windows
-        for message in self._sent_after(action):
-            self.channels.send(message, windows[message.target].stage, [values[vid] for vid in self._vids(message)])
+        for parcel in self._routes.sends[action]:
+            self.channels.send(parcel, [values[vid] for vid in parcel.vids])
 
     # -- actions
     def _forward(self, action: Action) -> None:
@@ -173,6 +144,7 @@ class Walk:
                 live.loss = None if loss is None else loss * self._weight(i) * self.scale
                 self.outputs[i] = _without_graph(out)
         self._send(action, run.captured)
+        run.captured.clear()
         if training:
             self._live[i, w] = live
             self.live_peak = max(self.live_peak, len(self._live))
@@ -189,11 +161,18 @@ class Walk:
         gradients: dict[Vid, Tensor] = {}
         for vid, gradient in self._receive(action):
             gradients[vid] = gradients[vid] + gradient if vid in gradients else gradient
-        self.channels.settle(i, w)
         start = time.monotonic()
         if hook is not None:
             hook()
-        self._send(action, backward(self._live.pop((i, w)), gradients))
+        live = self._live[i, w] if action.kind == "I" else self._live.pop((i, w))
+        self._send(action, backward(live, gradients, weights_later=action.kind == "I"))
+        self._record(action, start)
+
+    def _backward_of_weights(self, action: Action, hook: Callable[[], None] | None) -> None:
+        start = time.monotonic()
+        if hook is not None:
+            hook()
+        backward_of_weights(self._live.pop(action[1:]))
         self._record(action, start)
 
     def _record(self, action: Action, start: float) -> None:

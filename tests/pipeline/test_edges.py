@@ -230,6 +230,10 @@ def net(body: Body = _plain, block: Callable[[], nn.Module] = _linear, step: Any
     return lambda: Net(body, block, step)
 
 
+def _twice(net: Net, batch: Any, batch_idx: int) -> Tensor:
+    return (net(batch[0]) - net(batch[0].flip(0))).pow(2).mean()
+
+
 WORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": net(),
     "list_argument": net(_list_argument, AppendsToList),
@@ -262,6 +266,7 @@ WORKS: dict[str, Callable[[], nn.Module]] = {
     ),
     "recurrent": Recurrent,
     "layer_drop": net(_layer_drop),
+    "two_walks": net(step=_twice),
     "compiled_blocks": net(block=lambda: torch.compile(nn.Linear(16, 16), backend="eager")),
 }
 SAME_NUMBERS_AS_PLAIN = set(WORKS) - {
@@ -352,10 +357,6 @@ def _backward(net: Net, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
-def _twice(net: Net, batch: Any, batch_idx: int) -> Tensor:
-    return (net(batch[0]) - net(batch[0].flip(0))).pow(2).mean()
-
-
 def _alternating(net: Net, batch: Any, batch_idx: int) -> Tensor:
     x = net.inp(batch[0])
     return F.cross_entropy(net.out(x if batch_idx % 2 else net.blocks[0](x)), batch[1])
@@ -380,7 +381,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         PipelineError,
         "shape that depends on values",
     ),
-    "two_walks": (net(step=_twice), PipelineError, "walks through the model 2 times"),
     "one_piece": (lambda: Net(lambda n, x: n.out(x[:, :16]), _linear), PipelineError, "only 1 piece: out"),
     "branch_on_values": (net(_each(_taken_branch)), DivergedError, r"blocks\.3"),
     "no_loss": (net(step=lambda net, b, i: {"los": net(b[0]).mean()}), PipelineError, r"\['los'\]"),

@@ -25,7 +25,7 @@ def _part_of(batch: Any, replica: int, replicas: int) -> Any:
     return split(batch, replicas)[replica]
 
 
-def _compare(mesh: Mesh, name: str, *, samples: int, microbatches: int, schedule: str) -> dict[str, Any]:
+def compare(mesh: Mesh, name: str, *, samples: int, microbatches: int, schedule: Any) -> dict[str, Any]:
     """One train step of one model, checked on every rank."""
     dp = mesh.layout.dp
     module, plain = build(name), build(name)
@@ -79,7 +79,7 @@ def _check_held(runner: PipelineRunner) -> None:
 def _rank(pp: int, dp: int, cases: list[tuple[str, int, int, str]]) -> list[dict[str, Any]]:
     mesh = Mesh(Layout(pp=pp, dp=dp), torch.device("cpu"))
     return [
-        _compare(mesh, name, samples=samples, microbatches=microbatches, schedule=schedule)
+        compare(mesh, name, samples=samples, microbatches=microbatches, schedule=schedule)
         for name, samples, microbatches, schedule in cases
     ]
 
@@ -109,6 +109,8 @@ def test_gradients_equal_one_process(pp: int, dp: int) -> None:
         counted = [n for r in results for n in r["counted"]]
         assert sorted(counted) == sorted(everything * dp), f"{label}: every parameter counts once"
         count = min(microbatches, samples)
+        if name in ("siamese", "several_forwards"):  # a stage has several windows
+            continue
         peaks = [count if schedule == "gpipe" else min(pp - s, count) for s in reversed(range(pp))] * dp
         assert [r["peak"] for r in results] == peaks, label
 

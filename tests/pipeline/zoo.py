@@ -299,6 +299,51 @@ class FrozenStart(MLP):
             layer.requires_grad_(False)
 
 
+class Siamese(pl.LightningModule):
+    """Both views through one network and its projection head: every module is called twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = MLP(6).net, nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one, two = (F.normalize(self.head(self.net(x)), dim=-1) for x in (batch[0], batch[0].flip(-1)))
+        logits = one @ two.T / self.temperature
+        loss = F.cross_entropy(logits, torch.arange(len(logits)))
+        self.log("contrast", loss)
+        return loss
+
+
+class Tower(nn.Module):
+    """A model that computes its own loss, in a method that is not `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = MLP(5)
+
+    def loss(self, x: Tensor, y: Tensor, smoothing: float) -> Tensor:
+        return F.cross_entropy(self.model(x), y, label_smoothing=smoothing)
+
+
+class SeveralForwards(pl.LightningModule):
+    """Three forwards in one step, the second with gradients cut off, through a method of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        clean = self.tower.loss(x, y, 0.0)
+        with torch.no_grad():
+            target = self.tower.model(x * 0.9).softmax(-1)
+        noisy = self.tower.model(x + 0.1)
+        consistency = F.kl_div(noisy.log_softmax(-1), target, reduction="batchmean")
+        self.log_dict({"clean": clean, "consistency": consistency})
+        return {"loss": clean + 0.3 * consistency, "entropy": target.log().mean()}
+
+
 def vectors(n: int) -> Any:
     return torch.randn(n, 16).double(), torch.randint(0, 5, (n,))
 
@@ -336,6 +381,8 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "batch_norm": (BatchNormNet, vectors),
     "masks": (Masks, vectors),
     "frozen_start": (FrozenStart, vectors),
+    "siamese": (Siamese, vectors),
+    "several_forwards": (SeveralForwards, vectors),
 }
 
 

@@ -1,0 +1,107 @@
+"""WHICH messages does a batch need, in which order?  Derived from cut and schedule, once for many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_3d.pipeline.events import TensorMeta, Vid
+from lightning_3d.pipeline.partition import Partition
+from lightning_3d.pipeline.schedule import Action
+
+
+class Message(NamedTuple):
+    """Values (`F`) or their gradients (`G`) of one microbatch, from one window to another."""
+
+    kind: str
+    microbatch: int
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        what = "values" if self.kind == "F" else "gradients"
+        return f"{what} of microbatch {self.microbatch} from window {self.source} to window {self.target}"
+
+
+class Parcel(NamedTuple):
+    """A message, the stage at the other end, and the values it carries."""
+
+    message: Message
+    stage: int
+    vids: list[Vid]
+    metas: list[TensorMeta]
+
+
+@dataclass
+class Routes:
+    """All messages of one stage in one batch.
+
+    Args:
+        partitions: How every microbatch is cut.
+        lists: Every stage's actions.
+        stage: This stage.
+
+    Attributes:
+        needs: Action of this stage -> what it waits for.
+        sends: Action of this stage -> what it sends afterwards.
+        expected: Source stage -> its messages to this stage, in the order it sends them.
+        acknowledged: Message to this stage -> how many messages of this stage its sender has received before.
+    """
+
+    partitions: Sequence[Partition]
+    lists: Sequence[Sequence[Action]]
+    stage: int
+    needs: dict[Action, list[Parcel]] = field(default_factory=dict)
+    sends: dict[Action, list[Parcel]] = field(default_factory=dict)
+    expected: dict[int, list[Parcel]] = field(default_factory=dict)
+    acknowledged: dict[Message, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for action in self.lists[self.stage]:
+            self.needs[action], self.sends[action] = self._needs(action), self._sends(action)
+        for stage, actions in enumerate(self.lists):
+            if stage != self.stage:
+                self._from(stage, actions)
+
+    def _from(self, stage: int, actions: Sequence[Action]) -> None:
+        """What another stage sends here, and what it has received from here by then."""
+        received, mine = 0, self.expected.setdefault(stage, [])
+        for action in actions:
+            received += sum(parcel.stage == self.stage for parcel in self._needs(action))
+            for parcel in self._sends(action):
+                if parcel.stage == self.stage:
+                    mine.append(parcel._replace(stage=stage))
+                    self.acknowledged[parcel.message] = received
+
+    def _needs(self, action: Action) -> list[Parcel]:
+        kind, i, w = action
+        partition = self.partitions[i]
+        if kind == "F":
+            pairs = [(owner, partition.receives[w][owner]) for owner in partition.receives[w]]
+            return [self._parcel(partition, Message("F", i, owner, w), owner, vids) for owner, vids in pairs]
+        if kind == "W":
+            return []
+        back = [(target, differentiable(partition, vids)) for target, vids in sorted(partition.sends(w).items())]
+        return [self._parcel(partition, Message("G", i, t, w), t, vids) for t, vids in back if vids]
+
+    def _sends(self, action: Action) -> list[Parcel]:
+        kind, i, w = action
+        partition = self.partitions[i]
+        if kind == "F":
+            pairs = sorted(partition.sends(w).items())
+            return [self._parcel(partition, Message("F", i, w, target), target, vids) for target, vids in pairs]
+        if kind == "W":
+            return []
+        back = [(owner, differentiable(partition, vids)) for owner, vids in partition.receives[w].items()]
+        return [self._parcel(partition, Message("G", i, w, owner), owner, vids) for owner, vids in back if vids]
+
+    @staticmethod
+    def _parcel(partition: Partition, message: Message, other: int, vids: list[Vid]) -> Parcel:
+        metas = [partition.trace.meta[vid] for vid in vids]
+        return Parcel(message, partition.windows[other].stage, vids, metas)
+
+
+def differentiable(partition: Partition, vids: Sequence[Vid]) -> list[Vid]:
+    """Those values of a message whose gradients travel back."""
+    return [vid for vid in vids if partition.trace.meta[vid].requires_grad]

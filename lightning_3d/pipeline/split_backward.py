@@ -1,0 +1,202 @@
+"""HOW is one backward done in two halves?  First the gradients the stage before waits for, the weights' later.
+
+Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) fill a stage's idle time with the gradients
+of weights, which nobody waits for. The autograd graph of a window is divided at the matrix products: `input_half`
+follows only the edges that lead to received values and remembers what arrived at every product; `weight_half` starts
+again from there, and follows only the edges that lead to weights. Nothing is computed twice.
+
+What cannot be divided without doing work twice stays in the first half: weights used by anything but a matrix product
+or a convolution (norms, custom autograd Functions, compiled blocks), and weights that are reached on several ways.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Linear", "Convolution", "MkldnnConvolution")
+_PRODUCT_NAMES = frozenset(f"{name}Backward" for name in _PRODUCTS)
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+class _Branch(NamedTuple):
+    """An edge that leaves the way to the received values, towards weights."""
+
+    product: Node
+    edge: GradientEdge
+
+
+@dataclass
+class WeightHalf:
+    """What is left to do for the weights of one window and microbatch.
+
+    Attributes:
+        branches: Per matrix product, the edges on which its weights wait.
+        arrived: What the products' outputs were given in the first half.
+        parts: (start, gradient) of pieces of the graph that no received value is reached from.
+        weights: Those the branches lead to.
+    """
+
+    branches: dict[Node, list[GradientEdge]] = field(default_factory=dict)
+    arrived: dict[Node, Sequence[Tensor | None]] = field(default_factory=dict)
+    parts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Add the gradients of the weights to their `.grad`; hooks on the weights fire as in a plain backward."""
+        starts: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        for product, edges in self.branches.items():
+            given = self.arrived.get(product)
+            if given is None:  # no gradient came this way
+                continue
+            outputs = [(k, g) for k, g in enumerate(given) if g is not None]
+            handle = product.register_prehook(_replace_by(given))
+            try:
+                found = torch.autograd.grad(
+                    [GradientEdge(product, k) for k, _ in outputs],
+                    edges,
+                    [g for _, g in outputs],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+            finally:
+                handle.remove()
+            for edge, gradient in zip(edges, found, strict=True):
+                if gradient is not None:
+                    starts.append(edge)
+                    gradients.append(gradient)
+        if starts:
+            torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self.weights)
+        if self.parts:
+            torch.autograd.backward([s for s, _ in self.parts], [g for _, g in self.parts])
+        self.branches.clear()
+        self.arrived.clear()
+        self.parts.clear()
+
+
+def input_half(outputs: Sequence[tuple[GradientEdge, Tensor]], leaves: Iterable[Tensor]) -> WeightHalf:
+    """Backward of the received values; their gradients are in `leaf.grad` afterwards.
+
+    Args:
+        outputs: What the window made, as graph edges, with the gradient of each.
+        leaves: The received values that want a gradient.
+
+    Returns:
+        The other half.
+    """
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    graph = _Graph([edge.node for edge, _ in outputs], {id(leaf) for leaf in wanted})
+    half = WeightHalf()
+    half.parts = [(edge, g) for edge, g in outputs if edge.node not in graph.to_leaf]
+    rest = [(edge, g) for edge, g in outputs if edge.node in graph.to_leaf]
+    if not rest:
+        return half
+    branches, now = graph.divide()
+    half.weights = [w for w in graph.weights_behind(b.edge.node for b in branches) if id(w) not in now]
+    later = {id(w) for w in half.weights}
+    for branch in branches:
+        if any(id(w) in later for w in graph.weights_behind([branch.edge.node])):
+            half.branches.setdefault(branch.product, []).append(branch.edge)
+    handles = [node.register_prehook(_remember(half.arrived, node)) for node in half.branches]
+    try:
+        # with `inputs` autograd skips what leads to the other weights
+        inputs = [*wanted, *now.values()]
+        torch.autograd.backward([e for e, _ in rest], [g for _, g in rest], retain_graph=True, inputs=inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return half
+
+
+def _remember(arrived: dict[Node, Any], node: Node) -> Callable[..., None]:
+    def hook(gradients: Any) -> None:
+        arrived[node] = gradients
+
+    return hook
+
+
+def _replace_by(given: Any) -> Callable[..., Any]:
+    """Hooks on the product's output ran in the first half; whatever they do again now is undone."""
+
+    def hook(gradients: Any) -> Any:
+        return tuple(g if arriving is not None else None for g, arriving in zip(given, gradients, strict=True))
+
+    return hook
+
+
+class _Graph:
+    """The autograd graph of one window.
+
+    Attributes:
+        to_leaf: Nodes from which a received value can be reached.
+    """
+
+    def __init__(self, roots: Sequence[Node], leaves: set[int]) -> None:
+        self._order = _after_children(roots)
+        self.to_leaf: set[Node] = set()
+        self._variables: dict[Node, Tensor] = {}
+        for node in self._order:
+            if node.name() == _LEAF:
+                variable = node.variable  # type: ignore[attr-defined]
+                if id(variable) in leaves:
+                    self.to_leaf.add(node)
+                else:
+                    self._variables[node] = variable
+            elif any(child in self.to_leaf for child, _ in _edges(node)):
+                self.to_leaf.add(node)
+
+    def divide(self) -> tuple[list[_Branch], dict[int, Tensor]]:
+        """The branches weights can wait on, and the weights (by id) that must be done in the first half."""
+        parents: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+        for node in self._order:
+            if node in self.to_leaf:
+                for child, number in _edges(node):
+                    if child not in self.to_leaf:
+                        parents[child, number].append(node)
+        good = {key: of[0] for key, of in parents.items() if len(of) == 1 and _is_product(of[0])}
+        now: dict[int, Tensor] = {}
+        for child, number in parents:
+            if (child, number) not in good:
+                now.update((id(w), w) for w in self.weights_behind([child]))
+        return [_Branch(parent, GradientEdge(child, number)) for (child, number), parent in good.items()], now
+
+    def weights_behind(self, starts: Iterable[Node]) -> list[Tensor]:
+        """Weights reached from nodes that no received value is reached from."""
+        found = [node for node in _after_children(list(starts)) if node in self._variables]
+        return [self._variables[node] for node in found]
+
+
+def _is_product(node: Node) -> bool:
+    return node.name().rstrip("0123456789") in _PRODUCT_NAMES
+
+
+def _edges(node: Node) -> list[tuple[Node, int]]:
+    return [(child, number) for child, number in node.next_functions if child is not None]
+
+
+def _after_children(roots: Sequence[Node]) -> list[Node]:
+    """All nodes reached from the roots, every node after those it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in _edges(node) if child not in seen)
+    return order
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where the backward of a tensor begins; keeps the graph, but not the tensor's memory."""
+    return torch.autograd.graph.get_gradient_edge(tensor)
