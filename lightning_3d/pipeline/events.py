@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -196,6 +197,11 @@ class Trace:
     def call_names(self) -> list[str]:
         """Names of the called atoms, in order."""
         return [event.atom for _, event in self.calls()]
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether the step draws random numbers; asked once the trace is complete."""
+        return self.python_random or any(event.random for event in self.events)
 
     def branch_point(self) -> int:
         """The path may depend on values all ranks know (padding masks, random numbers) before this event; 0: never."""

@@ -15,10 +15,11 @@ from torchmetrics import Metric
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
-from lightning_3d.pipeline.events import Vid
+from lightning_3d.pipeline.events import Trace, Vid
+from lightning_3d.pipeline.glue import surroundings
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom
-from lightning_3d.pipeline.rng import Seeds, window_randomness
+from lightning_3d.pipeline.rng import Seeds, forked, seed_window, window_randomness
 from lightning_3d.pipeline.split_backward import WeightHalf, edge_of, input_half
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.step_values import StepValues
@@ -36,6 +37,7 @@ class Program:
         device: This rank's device.
         tensor_group: Tensor-parallel group, or None.
         forward_context: Entered around every forward (autocast), never around a backward.
+        running: `run` is open: what all windows of a batch need is in place.
     """
 
     module: nn.Module
@@ -43,11 +45,36 @@ class Program:
     device: torch.device
     tensor_group: Any
     forward_context: Callable[[], AbstractContextManager[Any]]
+    running: bool = False
     metrics: list[Metric] = field(init=False)
     step_values: StepValues = field(init=False, default_factory=StepValues)
 
     def __post_init__(self) -> None:
         self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around all windows and backwards of a batch on this stage: installs once what each of them needs.
+
+        The random generators are as before when it ends.
+        """
+        with surroundings(self.module, self.atoms), forked(self.device), sharding.guarded():
+            self.running = True
+            try:
+                yield
+            finally:
+                self.running = False
+
+    @contextmanager
+    def randomness(self, trace: Trace, seeds: Seeds, window: int) -> Iterator[None]:
+        """The generators of one window."""
+        if not self.running:
+            with window_randomness(seeds, window, self.device):
+                yield
+            return
+        if trace.random:
+            seed_window(seeds, window, self.device)
+        yield
 
 
 @dataclass
@@ -76,8 +103,12 @@ def forward(
     received: Mapping[Vid, Tensor],
     step: Callable[[], Any],
     seeds: Seeds,
+    fetch: Callable[[], Mapping[Vid, Tensor]] | None = None,
 ) -> tuple[StageRun, Any]:
-    """Run one window; returns the run (captured values, logs) and the step's result (None before the last window)."""
+    """Run one window; returns the run (captured values, logs) and the step's result (None before the last window).
+
+    `received` and what `fetch` gives when it is needed are the values of earlier windows.
+    """
     run = StageRun(
         partition,
         window,
@@ -87,16 +118,17 @@ def forward(
         seeds=seeds,
         tensor_group=program.tensor_group,
         device=program.device,
+        fetch=fetch,
     )
     final_stage = partition.windows[-1].stage == partition.windows[window].stage
     with (
-        window_randomness(seeds, window, program.device),
+        program.randomness(partition.trace, seeds, window),
         untouched_state(program, partition, not run.last, final_stage),
-        sharding.guarded(),
+        nullcontext() if program.running else sharding.guarded(),
         program.forward_context(),
         program.step_values.collecting(run.known, run.paused) if run.last else nullcontext(),
     ):
-        out = run.run(step)
+        out = run.run(step, surrounded=program.running)
     return run, out
 
 

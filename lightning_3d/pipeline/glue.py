@@ -112,12 +112,16 @@ class Glue(TorchFunctionMode, ABC):
             self.inside -= 1
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Interpret all glue code of this thread."""
+    def active(self, surrounded: bool = False) -> Iterator[None]:
+        """Interpret all glue code of this thread.
+
+        Args:
+            surrounded: `surroundings` is open already.
+        """
         before = current()
         _thread.glue = self
         try:
-            with _installed(self), intercept_functions(_on_function, 0), _regions(), self:
+            with nullcontext() if surrounded else surroundings(self.module, self.atoms), self:
                 yield
         finally:
             _thread.glue = before
@@ -215,8 +219,15 @@ def _put_back(module: nn.Module, key: str, before: Any) -> None:
 
 
 @contextmanager
-def _installed(glue: Glue) -> Iterator[None]:
-    """Route atom calls and `self.log` to `glue`. Instance attributes, only while it is active.
+def surroundings(module: nn.Module, atoms: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Everything that leads to an active interpreter is in place while this is open."""
+    with _installed(module, atoms), intercept_functions(_on_function, 0), _regions():
+        yield
+
+
+@contextmanager
+def _installed(root: nn.Module, atoms: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Route atom calls and `self.log` to the active interpreter. Instance attributes, only while this is open.
 
     So nothing is left for `deepcopy` (EMA callbacks) or `pickle`, and a rewritten class is always the one that runs.
     """
@@ -227,13 +238,13 @@ def _installed(glue: Glue) -> Iterator[None]:
         module.__dict__[key] = value
 
     try:
-        for name, atom in glue.atoms.items():
+        for name, atom in atoms.items():
             compiled = atom.__dict__.get("_compiled_call_impl")
             put(atom, "forward", _routed(name, atom, atom.forward, compiled))
             if compiled is not None:
                 put(atom, "_compiled_call_impl", None)
-        put(glue.module, "log", functools.partial(_log, glue.module))
-        put(glue.module, "log_dict", _log_dict)
+        put(root, "log", functools.partial(_log, root))
+        put(root, "log_dict", functools.partial(_log_dict, root))
         yield
     finally:
         for module, key, before in reversed(undo):
@@ -269,18 +280,18 @@ def _run_compiled(atom: nn.Module, compiled: Any, forward: Callable[..., Any], *
 
 def _log(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     glue = current()
-    assert glue is not None
+    if glue is None:  # a hook that runs in the backward
+        _class_of(module).log(module, name, value, *args, **kwargs)
+        return
     if args:
         kwargs.update(zip(_log_parameters(_class_of(module)), args, strict=False))
     glue.on_log(name, value, kwargs)
 
 
-def _log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-    glue = current()
-    assert glue is not None
+def _log_dict(module: nn.Module, dictionary: Any, *args: Any, **kwargs: Any) -> None:
     metrics = isinstance(dictionary, MetricCollection)
     for name, value in dictionary.items(keep_base=False) if metrics else dictionary.items():
-        _log(glue.module, name, value, *args, **kwargs)
+        _log(module, name, value, *args, **kwargs)
 
 
 def _class_of(module: Any) -> Any:

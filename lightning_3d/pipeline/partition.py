@@ -38,6 +38,7 @@ class Partition:
     held: list[set[str]]
     receives: list[dict[int, list[Vid]]]
     buffers: dict[str, int] = field(default_factory=dict)
+    _wanted: dict[int, dict[int, list[Vid]]] = field(default_factory=dict, repr=False)
 
     @property
     def stages(self) -> int:
@@ -50,6 +51,15 @@ class Partition:
     def wanted(self, window: int) -> list[Vid]:
         """All values of a window that others need."""
         return sorted({vid for vids in self.sends(window).values() for vid in vids})
+
+    def wanted_by_event(self, window: int) -> dict[int, list[Vid]]:
+        """Event -> values of it that other windows need."""
+        if window not in self._wanted:
+            found: dict[int, list[Vid]] = {}
+            for vid in self.wanted(window):
+                found.setdefault(vid[0], []).append(vid)
+            self._wanted[window] = found
+        return self._wanted[window]
 
     def cost(self) -> list[float]:
         """Work of every window."""

@@ -67,11 +67,16 @@ def window_randomness(seeds: Seeds, window: int, device: torch.device) -> Iterat
     `random` and numpy are seeded per microbatch, not per window: glue code runs on all stages and must draw the same.
     """
     with forked(device):
-        seed_torch(seeds.of_window(window), device)
-        shared = seeds.of_event(-1)
-        random.seed(shared)
-        np.random.seed(shared & 0xFFFF_FFFF)
+        seed_window(seeds, window, device)
         yield
+
+
+def seed_window(seeds: Seeds, window: int, device: torch.device) -> None:
+    """Seed all generators for one window."""
+    seed_torch(seeds.of_window(window), device)
+    shared = seeds.of_event(-1)
+    random.seed(shared)
+    np.random.seed(shared & 0xFFFF_FFFF)
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -51,6 +50,7 @@ class StageRun(Glue):
         partition: How the step is cut.
         window: Index of the window to run.
         received: Value -> received leaf tensor.
+        fetch: Gives the rest of them, when the first is needed: glue code before the window does not wait for it.
         module, atoms: The root module and its closed pieces.
         seeds: What the random numbers depend on.
         tensor_group: Tensor-parallel group of received sharded values.
@@ -72,27 +72,28 @@ class StageRun(Glue):
         seeds: Seeds,
         tensor_group: Any = None,
         device: torch.device | None = None,
+        fetch: Callable[[], Mapping[Vid, Tensor]] | None = None,
     ) -> None:
         super().__init__(module, atoms)
         self.partition, self.trace, self.window = partition, partition.trace, partition.windows[window]
+        self._fetch = fetch
         self.received, self.seeds, self.tensor_group = dict(received), seeds, tensor_group
         self.device = device or torch.device("cpu")
         self.last = window == len(partition.windows) - 1
         self.captured: dict[Vid, Tensor] = {}
         self.logged: list[Logged] = []
         self._entries: dict[Vid, Any] = {}
-        self._wanted: dict[int, list[Vid]] = defaultdict(list)
-        for vid in partition.wanted(window):
-            self._wanted[vid[0]].append(vid)
+        self._wanted = partition.wanted_by_event(window)
         self._in_region = self._unwound = self._free = False
 
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Callable[[], Any], surrounded: bool = False) -> Any:
         """Call the user's step; returns its result in the last window, None in the others."""
         try:
-            with self.active():
+            with self.active(surrounded):
                 out = step()
         except Unwind:
-            return None
+            out = None
+        self._complete()
         if self._unwound:
             return None
         if not self.last and self.window.stop < len(self.trace.events):
@@ -113,10 +114,18 @@ class StageRun(Glue):
         self._entries.clear()
 
     # -- values
+    def _complete(self) -> None:
+        """Wait for what was sent to this window."""
+        if self._fetch is not None:
+            fetch, self._fetch = self._fetch, None
+            with self.paused():
+                self.received.update(fetch())
+
     def value(self, phantom: Phantom) -> Any:
         vid = phantom.vid
         if vid in self._entries:
             return self._entries[vid]
+        self._complete()
         if vid not in self.received:
             raise DivergedError(
                 f"stage {self.window.stage} needs {self._described(vid)}, which the planned path of {self.trace.step} "
@@ -138,6 +147,10 @@ class StageRun(Glue):
         return self.value(x) if isinstance(x, Phantom) else x
 
     def _resolve(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any]:
+        if _is_flat(args, kwargs):
+            args = tuple(self._resolved(x) for x in args)
+            kwargs = {key: self._resolved(x) for key, x in kwargs.items()}
+            return [*args, *kwargs.values()], args, kwargs
         leaves, spec = tree_flatten((args, kwargs))
         if any(isinstance(x, Phantom) for x in leaves):
             leaves = [self._resolved(x) for x in leaves]
@@ -146,6 +159,7 @@ class StageRun(Glue):
 
     def known(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments with those values in place of phantoms that this window has; the others are not read here."""
+        self._complete()
         leaves, spec = tree_flatten((args, kwargs))
         known = [self.value(x) if isinstance(x, Phantom) and x.vid in self.received else x for x in leaves]
         args, kwargs = tree_unflatten(known, spec)
@@ -210,8 +224,9 @@ class StageRun(Glue):
                 return self.phantom(event.single)
             with self.paused():
                 return self.emit(event, tree_flatten((args, kwargs))[0], (args, kwargs))
-        args = tuple(self._resolved_argument(x) for x in args)
-        replace_in_place((args, kwargs), Phantom, self.value)
+        if not _is_flat(args, kwargs):
+            args = tuple(self._resolved_argument(x) for x in args)
+            replace_in_place((args, kwargs), Phantom, self.value)
         leaves, args, kwargs = self._resolve(args, kwargs)
         if event is not None and event.random and not self._in_region:
             seed_torch(self.seeds.of_event(n), self.device)
@@ -234,7 +249,9 @@ class StageRun(Glue):
     def _capture(self, n: int, event: Event, leaves: list[Any], combined: Any) -> None:
         results: list[Any] | None = None
         for vid in self._wanted[n]:
-            if vid[1] >= MUTATED:
+            if vid == event.single:
+                tensor = combined[0]
+            elif vid[1] >= MUTATED:
                 tensor = leaves[vid[1] - MUTATED]
             else:
                 results = tree_flatten(combined)[0] if results is None else results
@@ -282,10 +299,21 @@ def _looks_like(tensor: Tensor, meta: Any) -> bool:
     )
 
 
+_LEAVES = (Tensor, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
+
+
+def _is_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """No argument can have something inside: the usual case, for which pytrees would be slow."""
+    return all(isinstance(x, _LEAVES) for x in args) and all(isinstance(x, _LEAVES) for x in kwargs.values())
+
+
 @contextmanager
 def _tapped(event: Event) -> Iterator[list[Any]]:
     """Record the results of an atom's hooked submodules, in the order of their calls."""
     taps: list[Any] = []
+    if not event.hooked:
+        yield taps
+        return
     with ExitStack() as stack:
         for submodule in {id(m): m for m, *_ in event.hooked}.values():
             stack.enter_context(replaced_forward(submodule, _tap(submodule.forward, taps)))

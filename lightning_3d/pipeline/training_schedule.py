@@ -74,18 +74,14 @@ class TrainingSchedule:
                     "at least (drop_last=True), or choose a built-in pipeline_schedule."
                 )
             return self._own
-        lists = schedule_lists(self.name, self.stages, microbatches, self.virtual, self.order)
-        return _reversed(lists) if self._turned else lists
+        make = _turned_lists if self._turned else schedule_lists
+        return make(self.name, self.stages, microbatches, self.virtual, self.order)
 
 
-_turned: dict[int, tuple[Lists, Lists]] = {}
-
-
-def _reversed(lists: Lists) -> Lists:
-    """The same lists for the stages in reverse order; one object per argument, since callers compare by identity."""
-    if id(lists) not in _turned:
-        _turned[id(lists)] = (lists, tuple(reversed(lists)))
-    return _turned[id(lists)][1]
+@functools.lru_cache(maxsize=64)
+def _turned_lists(name: str, stages: int, microbatches: int, virtual: int, order: str) -> Lists:
+    """The lists for stages in reverse order; one object per argument, since callers compare by identity."""
+    return tuple(reversed(schedule_lists(name, stages, microbatches, virtual, order)))
 
 
 @functools.lru_cache(maxsize=256)

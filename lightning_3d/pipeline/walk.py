@@ -84,12 +84,12 @@ class Walk:
         last_backward = max((k for k, action in enumerate(mine) if action.kind in ("B", "W")), default=-1)
         self.channels.begin(routes)
         try:
-            for k, action in enumerate(mine):
-                for ahead in mine[k : k + 2]:
-                    for parcel in routes.needs[ahead]:
-                        self.channels.prepare(parcel)
-                hook = before_last_backward if k == last_backward else None
-                self._execute(action, hook)
+            with self.program.run():
+                for k, action in enumerate(mine):
+                    for ahead in mine[k : k + 2]:
+                        for parcel in routes.needs[ahead]:
+                            self.channels.prepare(parcel)
+                    self._execute(action, before_last_backward if k == last_backward else None)
             self.channels.end()
             self.program.step_values.finish()
         except BaseException:
@@ -130,11 +130,16 @@ class Walk:
         _, i, w = action
         partition = self.partitions[i]
         training = self.weights is not None
-        received = {}
-        for vid, tensor in self._receive(action):
-            received[vid] = tensor.requires_grad_(training and partition.trace.meta[vid].requires_grad)
+        meta = partition.trace.meta
         start = time.monotonic()
-        run, out = forward(self.program, partition, w, received, self.steps[i], self.seeds[i])
+
+        def fetch() -> dict[Vid, Tensor]:
+            nonlocal start
+            values = self._receive(action)
+            start = time.monotonic() if values else start
+            return {vid: x.requires_grad_(training and meta[vid].requires_grad) for vid, x in values}
+
+        run, out = forward(self.program, partition, w, {}, self.steps[i], self.seeds[i], fetch)
         live = Live(partition, w, run)
         if run.last:
             self.outputs[i], self.logged[i] = out, run.logged

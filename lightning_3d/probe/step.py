@@ -6,10 +6,13 @@ parameter the view with the global shape (a penalty on all weights must not see 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -27,11 +30,17 @@ def call_step(module: nn.Module, step_name: str, *args: Any) -> Any:
 
 def count_arguments(step: Callable[..., Any], available: int) -> int:
     """How many positional arguments a step method takes."""
-    parameters = inspect.signature(step).parameters.values()
+    if isinstance(step, MethodType):
+        return min(available, _most_arguments(step.__func__) - 1)
+    return min(available, _most_arguments(step))
+
+
+@functools.lru_cache(maxsize=256)
+def _most_arguments(function: Callable[..., Any]) -> int:
+    parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return available
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return min(available, len(positional))
+        return sys.maxsize
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def probe_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
