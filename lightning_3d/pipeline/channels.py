@@ -32,10 +32,10 @@ class Channels:
 
     Args:
         mesh: Gives the communicators and this stage.
-        on_wait: Called with a description before a receive may block.
+        on_wait: Called with the parcel before a receive may block, and with None when it is there.
     """
 
-    def __init__(self, mesh: Mesh, on_wait: Callable[[str], None] | None = None) -> None:
+    def __init__(self, mesh: Mesh, on_wait: Callable[[Parcel | None], None] | None = None) -> None:
         self.mesh, self.on_wait = mesh, on_wait
         self.stage = mesh.at.pp
         self._expected: dict[int, deque[Parcel]] = {}
@@ -90,9 +90,11 @@ class Channels:
         self.prepare(parcel)
         incoming = self._arrived.pop(message)
         if self.on_wait is not None:
-            self.on_wait(f"stage {self.stage} waits for the {message} (stage {source})")
+            self.on_wait(parcel)
         for work in incoming.works:
             work.wait()
+        if self.on_wait is not None:
+            self.on_wait(None)
         self._release(source, self._acknowledged.get(message, 0))
         return incoming.buffers
 

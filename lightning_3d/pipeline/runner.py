@@ -18,6 +18,7 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.absent import drop
+from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.batch_tree import signature
 from lightning_3d.pipeline.changes import warn_of_changed_buffers
 from lightning_3d.pipeline.channels import Channels
@@ -57,6 +58,7 @@ class PipelineRunner:
         seed: Base of all random numbers drawn inside steps.
         forward_context: Entered around every forward window (autocast), never around a backward.
         recorder: Called with (action, start, end) for every action, and with kind "wait" for every wait.
+        on_action: Called with every action before it begins, and with None after a batch.
 
     Attributes:
         parameters: Name -> parameter, of those this rank holds.
@@ -68,7 +70,7 @@ class PipelineRunner:
         buffers: Name of a buffer -> stage that keeps it current.
         live_peak: Largest number of live forwards (one per window and microbatch) in the last training batch.
         step_number: Number of training batches so far (random numbers depend on it).
-        channels: The messages; `channels.on_wait` is called before a receive may block.
+        channels: The messages; `channels.on_wait` is called before and after a receive that may block.
     """
 
     def __init__(
@@ -84,11 +86,12 @@ class PipelineRunner:
         seed: int = 0,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         recorder: Recorder | None = None,
+        on_action: Callable[[Action | None], None] | None = None,
     ) -> None:
         self.module, self.mesh, self.num_microbatches = module, mesh, num_microbatches
         self._evaluation_microbatches = evaluation_microbatches
         self.stages, self.stage = mesh.layout.pp, mesh.at.pp
-        self.split, self.seed, self.recorder = split, seed, recorder
+        self.split, self.seed, self.recorder, self.on_action = split, seed, recorder, on_action
         self._schedule = TrainingSchedule(schedule, self.stages) if isinstance(schedule, str) else schedule
         self._forward_context, self._tensor_group = forward_context, tensor_group
         self.channels = Channels(mesh)
@@ -102,6 +105,7 @@ class PipelineRunner:
         self.buffers: dict[str, int] = {}
         self._held: Held | None = None
         self._partitions: dict[Any, list[Partition]] = {}
+        self._atom_memory = AtomMemory()
         self._known_routes: dict[Any, Routes] = {}
         self._warned = False
         self._memory: Memory = {}  # which parts of training batches are cut
@@ -132,6 +136,7 @@ class PipelineRunner:
             return self._trace(step_name, first, atoms)
 
         plan = make_plan(self.module, self.stages, self.split, tracer, owners)
+        self._atom_memory.learn(plan.atoms)
         self._program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
         # batches differ between replicas; the placement of parameters must not
         held = self.mesh.data.broadcast_object(plan.held, 0)
@@ -197,6 +202,7 @@ class PipelineRunner:
             device=self.mesh.device,
             forward_context=self._forward_context,
             seeds=seeds or Seeds(self.seed, 0, 0, self.mesh.at.dp),
+            memory=self._atom_memory,
         )
 
     def _agreed(self, step_name: str, found: Trace) -> Partition:
@@ -334,6 +340,7 @@ class PipelineRunner:
             step_name,
             self.mesh.ledger,
             self.recorder,
+            self.on_action,
         )
 
     def _result(self, walk: Walk, sizes: list[int], weights: Any) -> StepResult:

@@ -25,7 +25,7 @@ from lightning_3d.pipeline.routes import Routes
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.stage import Logged
 
-Recorder = Callable[[Action, float, float], None]
+Recorder = Callable[[Action, Any, Any], None]
 
 
 class Walk:
@@ -42,7 +42,9 @@ class Walk:
         scale: What every loss is multiplied with as well.
         step_name: For messages.
         ledger: Told which phase runs.
-        recorder: Told when every action, and every wait, began and ended (`time.monotonic()`).
+        recorder: Told when every action, and every wait, began and ended: in marks of its own (`recorder.mark()`) if it
+            makes some, else in seconds of `time.monotonic()`.
+        on_action: Called with every action before it begins, and with None after the last.
 
     Attributes:
         outputs, losses, logged: Per microbatch, filled where the last window runs.
@@ -62,11 +64,13 @@ class Walk:
         step_name: str,
         ledger: Ledger,
         recorder: Recorder | None = None,
+        on_action: Callable[[Action | None], None] | None = None,
     ) -> None:
         self.program, self.channels, self.stage = program, channels, stage
         self.partitions, self.steps, self.seeds = partitions, steps, seeds
         self.weights, self.scale = weights, scale
-        self.step_name, self.ledger, self.recorder = step_name, ledger, recorder
+        self.step_name, self.ledger, self.recorder, self.on_action = step_name, ledger, recorder, on_action
+        self._now: Callable[[], Any] = getattr(recorder, "mark", time.monotonic)
         count = len(partitions)
         self.outputs: list[Any] = [None] * count
         self.losses: list[Tensor | None] = [None] * count
@@ -89,6 +93,8 @@ class Walk:
                     for ahead in mine[k : k + 2]:
                         for parcel in routes.needs[ahead]:
                             self.channels.prepare(parcel)
+                    if self.on_action is not None:
+                        self.on_action(action)
                     self._execute(action, before_last_backward if k == last_backward else None)
             self.channels.end()
             self.program.step_values.finish()
@@ -97,6 +103,8 @@ class Walk:
             raise
         finally:
             self._live.clear()
+            if self.on_action is not None:
+                self.on_action(None)
 
     def _execute(self, action: Action, hook: Callable[[], None] | None) -> None:
         if action.kind == "F":
@@ -114,7 +122,7 @@ class Walk:
         needed = self._routes.needs[action]
         if not needed:
             return []
-        start = time.monotonic()
+        start = self._now()
         out: list[tuple[Vid, Tensor]] = []
         for parcel in needed:
             out += zip(parcel.vids, self.channels.receive(parcel), strict=True)
@@ -131,12 +139,12 @@ class Walk:
         partition = self.partitions[i]
         training = self.weights is not None
         meta = partition.trace.meta
-        start = time.monotonic()
+        start = self._now()
 
         def fetch() -> dict[Vid, Tensor]:
             nonlocal start
             values = self._receive(action)
-            start = time.monotonic() if values else start
+            start = self._now() if values else start
             return {vid: x.requires_grad_(training and meta[vid].requires_grad) for vid, x in values}
 
         run, out = forward(self.program, partition, w, {}, self.steps[i], self.seeds[i], fetch)
@@ -166,7 +174,7 @@ class Walk:
         gradients: dict[Vid, Tensor] = {}
         for vid, gradient in self._receive(action):
             gradients[vid] = gradients[vid] + gradient if vid in gradients else gradient
-        start = time.monotonic()
+        start = self._now()
         if hook is not None:
             hook()
         live = self._live[i, w] if action.kind == "I" else self._live.pop((i, w))
@@ -174,15 +182,15 @@ class Walk:
         self._record(action, start)
 
     def _backward_of_weights(self, action: Action, hook: Callable[[], None] | None) -> None:
-        start = time.monotonic()
+        start = self._now()
         if hook is not None:
             hook()
         backward_of_weights(self._live.pop(action[1:]))
         self._record(action, start)
 
-    def _record(self, action: Action, start: float) -> None:
+    def _record(self, action: Action, start: Any) -> None:
         if self.recorder is not None:
-            self.recorder(action, start, time.monotonic())
+            self.recorder(action, start, self._now())
 
 
 def _without_graph(out: Any) -> Any:
