@@ -26,8 +26,9 @@ from torchmetrics import Metric
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.atom_memory import AtomMemory, Remembered, key_of
 from lightning_3d.pipeline.describe import describe
-from lightning_3d.pipeline.events import Event, NoCut, TensorMeta, Trace, Vid
+from lightning_3d.pipeline.events import Event, Leaf, NoCut, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.execution import TRAINING, trained_loss
 from lightning_3d.pipeline.glue import Glue
 from lightning_3d.pipeline.holders import changed, has_tensor, holders, slots
@@ -47,6 +48,7 @@ class TraceRun(Glue):
         answers: What value reads of tracked tensors return.
         device: The device of the parameters.
         seeds: Of the microbatch: local random events draw what they will draw in the run.
+        memory: What equal atoms did in earlier traces.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class TraceRun(Glue):
         answers: Answers,
         device: torch.device,
         seeds: Seeds,
+        memory: AtomMemory | None = None,
     ) -> None:
         super().__init__(module, atoms)
+        self._memory = memory
         self.trace, self.fakes, self.answers, self.device, self.seeds = trace, fakes, answers, device, seeds
         self._in_region = False
         self.buffers = {id(b): name for name, b in module.named_buffers()}
@@ -210,6 +214,10 @@ class TraceRun(Glue):
             self._touched_inside = set()
             before = _attributes(module)
             fakes = [self._fake(x) for x in leaves]
+            key = key_of(module, fakes, spec) if self._memory is not None else None
+            known = self._memory.recall(name, key) if self._memory is not None else None
+            if known is not None:
+                return self._again(event, n, module, leaves, known, (args, kwargs))
             execution = AtomExecution(self, module, run, fakes, spec)
             execution.execute(name)
             event.reads |= self._touched_inside
@@ -233,14 +241,52 @@ class TraceRun(Glue):
             originals = holders((args, kwargs))
             copies = {id(c): o for c, o in zip(holders(execution.tree), originals, strict=True)}
             combined = (execution.out, [tap[3] for tap in execution.taps], [x for _, x in left], contents)
-            return describe(
+            result = describe(
                 self, event, n, leaves, execution.inputs, execution.versions, combined,
                 arguments=(args, kwargs), copies=copies, invented=execution.on_zeros,
             )  # fmt: skip
+            own = not self._touched_inside and not execution.on_zeros and not _shares_memory(self, event, fakes)
+            if self._memory is not None and own:
+                self._memory.remember(name, module, key, event, self.trace)
+            return result
+
+    def _again(
+        self, event: Event, n: int, module: nn.Module, leaves: list[Any], known: Remembered, arguments: Any
+    ) -> Any:
+        """The result of an atom that is not probed, because an equal one was."""
+        event.hooked = [(module.get_submodule(path), metas, spec) for path, metas, spec in known.hooked]
+        event.flops, event.random, event.spec = known.flops, known.random, known.spec
+        for j, (kind, payload) in enumerate(known.leaves):
+            if kind != "value":
+                event.leaves.append(Leaf(kind, payload))
+                continue
+            vid = (n, j)
+            self.trace.meta[vid] = payload
+            self.fake_of[vid] = self._empty(payload)
+            event.leaves.append(Leaf("value", vid))
+        event.single = event.leaves[0].payload if known.single else None
+        self._made.clear()
+        out = self.emit(event, leaves, arguments)
+        for x in self._made:
+            self._aliases[sharding.local(self.fake_of[x.vid]).untyped_storage()._cdata].append(weakref.ref(x))
+        return out
+
+    def _empty(self, meta: TensorMeta) -> Tensor:
+        with self.fakes.mode, torch.enable_grad():
+            made = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=meta.device)
+            return made.requires_grad_() * 1 if meta.requires_grad else made  # not a leaf: may change in place
 
     @property
     def _module_by_id(self) -> dict[int, nn.Module]:
         return {id(m): m for m in self.module.modules()}
+
+
+def _shares_memory(run: TraceRun, event: Event, inputs: list[Any]) -> bool:
+    """Whether values of the event are views of its arguments, or of each other."""
+    made = [run.fake_of[leaf.payload] for leaf in event.leaves if leaf.kind == "value"]
+    given = {sharding.local(x).untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
+    storages = [sharding.local(x).untyped_storage()._cdata for x in made]
+    return len(set(storages)) < len(storages) or not given.isdisjoint(storages)
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:

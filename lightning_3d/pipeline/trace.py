@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_run import TraceRun
@@ -33,6 +34,7 @@ def trace(
     device: torch.device | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     seeds: Seeds | None = None,
+    memory: AtomMemory | None = None,
 ) -> Trace:
     """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
 
@@ -50,6 +52,7 @@ def trace(
         device: Device of the parameters; default: that of the first one.
         forward_context: Entered around the step (autocast).
         seeds: Of the microbatch, so that the trace takes the path the run will take; equal in a replica.
+        memory: What equal atoms did in earlier traces; filled by this one.
 
     Raises:
         PipelineError: The step does something that cannot be cut into stages.
@@ -60,7 +63,7 @@ def trace(
     state, contents = ModuleState(module), _Contents(module, atoms)
 
     def once() -> Trace:
-        run = partial(_run, module, atoms, step, name, device, forward_context, seeds)
+        run = partial(_run, module, atoms, step, name, device, forward_context, seeds, memory)
         return retry(run, (PipelineError,))
 
     with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled), sharding.dry(group), sharding.guarded():
@@ -92,6 +95,7 @@ def _run(
     device: torch.device,
     forward_context: Callable[[], AbstractContextManager[Any]],
     seeds: Seeds,
+    memory: AtomMemory | None,
     answers: Answers,
 ) -> Trace:
     """One run of the step with invented answers to value reads."""
@@ -100,7 +104,7 @@ def _run(
     with FakeParameters(module, device, atoms.values()) as fakes, window_randomness(seeds, 0, device):
         before = _python_generators()
         with forward_context():
-            TraceRun(module, atoms, result, fakes, answers, device, seeds).run(step)
+            TraceRun(module, atoms, result, fakes, answers, device, seeds, memory).run(step)
         result.python_random = _python_generators() != before
     return result
 

@@ -1,0 +1,127 @@
+"""WHAT did an equal block make of equal arguments?  Remembered, so that a new length probes one block and not all.
+
+Blocks are alike when their modules, parameter shapes and plain attributes are equal and the first trace found that they
+do the same. What a block does besides its result (attributes it leaves, lists it fills, arguments it changes in place)
+is never taken from memory: such a block is probed every time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.events import Event, Leaf, TensorMeta, Trace
+
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_NO_CONFIGURATION = ("_parameters", "_buffers", "_modules", "training", "forward")
+
+
+@dataclass
+class Remembered:
+    """The result of one atom call: as in `Event`, but a value is its `TensorMeta`, a hooked submodule its name."""
+
+    spec: TreeSpec
+    leaves: list[Leaf]
+    flops: int
+    random: bool
+    single: bool
+    hooked: list[tuple[str, list[Any], Any]]
+
+    def signature(self) -> tuple[object, ...]:
+        """What must be equal for two calls to have done the same."""
+        leaves = [(k, x.plain() if isinstance(x, TensorMeta) else repr(x)) for k, x in self.leaves]
+        return (str(self.spec), leaves, self.flops, self.random, [name for name, *_ in self.hooked])
+
+
+@dataclass
+class AtomMemory:
+    """Results of atom calls, by kind of atom and arguments."""
+
+    _calls: dict[str, dict[Hashable, Remembered]] = field(default_factory=dict)
+    _kind_of: dict[str, int] = field(default_factory=dict)
+    _known: dict[Hashable, Remembered] = field(default_factory=dict)
+
+    def recall(self, name: str, key: Hashable) -> Remembered | None:
+        """What an atom of this kind did with these arguments."""
+        kind = self._kind_of.get(name)
+        return None if kind is None or key is None else self._known.get((kind, key))
+
+    def remember(self, name: str, atom: nn.Module, key: Hashable, event: Event, trace: Trace) -> None:
+        """Keep the result of a call that was probed."""
+        if key is None or event.mutations or event.holders or event.attributes:
+            return
+        paths = {id(m): path for path, m in atom.named_modules()}
+        hooked = [(paths[id(m)], metas, spec) for m, metas, spec in event.hooked]
+        leaves = []
+        for kind, payload in event.leaves:
+            if kind == "value":
+                meta = trace.meta[payload]
+                if meta.placement is not None or payload[0] != len(trace.events) - 1:
+                    return
+                leaves.append(Leaf("value", meta))
+            elif kind == "input" or (kind == "constant" and isinstance(payload, _SIMPLE)):
+                leaves.append(Leaf(kind, payload))
+            else:
+                return
+        found = Remembered(event.spec, leaves, event.flops, event.random, event.single is not None, hooked)
+        if name in self._kind_of:
+            self._known.setdefault((self._kind_of[name], key), found)
+        else:
+            self._calls.setdefault(name, {})[key] = found
+
+    def learn(self, atoms: Mapping[str, nn.Module]) -> None:
+        """Sort the atoms of the first trace into kinds."""
+        kinds: dict[object, int] = {}
+        for name, calls in self._calls.items():
+            did = tuple(sorted((repr(key), repr(found.signature())) for key, found in calls.items()))
+            kind = kinds.setdefault((_structure(name, atoms[name]), did), len(kinds))
+            self._kind_of[name] = kind
+            for key, found in calls.items():
+                self._known.setdefault((kind, key), found)
+        self._calls.clear()
+
+
+def key_of(module: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
+    """Everything a result may depend on besides the kind of atom; None if that cannot be told."""
+    arguments: list[object] = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            arguments.append(TensorMeta.of(x).plain())
+        elif isinstance(x, _SIMPLE):
+            arguments.append((type(x).__name__, str(x)))
+        else:
+            return None
+    modules = list(module.modules())
+    hooks = tuple((len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules)
+    autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in ("cpu", "cuda"))
+    with torch._C.DisableTorchFunctionSubclass():
+        trainable = tuple(p.requires_grad for p in module.parameters())
+    training = tuple(m.training for m in modules)
+    return (tuple(arguments), str(spec), trainable, training, hooks, torch.is_grad_enabled(), autocast)
+
+
+def _structure(name: str, atom: nn.Module) -> object:
+    """The modules, shapes and plain attributes of an atom. A number that is its place in a list counts as that."""
+    digits = re.search(r"(\d+)$", name)
+    place = int(digits[1]) if digits else None
+    described = []
+    for path, module in atom.named_modules():
+        attributes = sorted(
+            (key, "place" if type(value) is int and value == place else (type(value).__name__, repr(value)))
+            for key, value in module.__dict__.items()
+            if isinstance(value, _SIMPLE) and key not in _NO_CONFIGURATION
+        )
+        tensors = [
+            (key, None if x is None else (tuple(getattr(x, "local_shape", x.shape)), str(x.dtype)))
+            for store in (module._parameters, module._buffers)
+            for key, x in store.items()
+        ]
+        described.append((path, sharding.original_class(module), type(module), repr(attributes), repr(tensors)))
+    return tuple(described)
