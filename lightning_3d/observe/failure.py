@@ -1,8 +1,8 @@
 """WHO failed first?  One rank's error ends all ranks within seconds, and it is the first thing printed.
 
-A rank that raises writes its error into the run's key-value store. A thread on every rank looks there; when another
-rank has failed it prints that rank's error and ends the process, because its main thread is likely waiting in a
-collective that will never complete (and cannot be interrupted).
+A rank that raises writes its error into the run's key-value store. A thread on every rank looks there, and whether the
+processes of its machine still run; when another rank has failed it prints that rank's error and ends the process,
+because its main thread is likely waiting in a collective that will never complete (and cannot be interrupted).
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from typing import Any
 import torch
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.observe.alive import Neighbours
 
 _runs = 0
 """Number of watches this process has had: every run looks at a key of its own."""
+_OF_OTHERS = ("connection closed", "connection reset", "broken pipe", "connection refused", "gloo", "nccl", "socket")
+"""What the errors speak of that a rank gets when another one is gone."""
+_FIRST = 1.5
+"""Seconds such an error waits for its cause to be known."""
 
 
 class FailureWatch:
@@ -32,10 +37,18 @@ class FailureWatch:
         interval: Seconds between two looks.
         grace: Seconds a rank gets to end by itself after another one failed.
         run: Tells runs of the same processes apart; equal on all ranks.
+        world_size: Number of ranks whose processes are looked after.
     """
 
     def __init__(
-        self, store: Any, rank: int, describe: str, interval: float = 0.5, grace: float = 3.0, run: int = 0
+        self,
+        store: Any,
+        rank: int,
+        describe: str,
+        interval: float = 0.5,
+        grace: float = 3.0,
+        run: int = 0,
+        world_size: int = 1,
     ) -> None:
         self._key = f"lightning_3d/failure/{run}"
         self._store, self._rank, self._describe = store, rank, describe
@@ -43,6 +56,8 @@ class FailureWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning_3d-failure-watch", daemon=True)
         self._failed_here = False
+        self._lock = threading.Lock()  # `report` and the thread both look after the neighbours
+        self._neighbours = Neighbours(store, self._key, rank, describe, world_size)
 
     @classmethod
     def on_default_group(cls, rank: int, describe: str) -> FailureWatch:
@@ -50,14 +65,20 @@ class FailureWatch:
         global _runs
         _runs += 1
         store: Any = torch.distributed.distributed_c10d._get_default_store()
-        return cls(store.clone(), rank, describe, run=_runs)
+        return cls(store.clone(), rank, describe, run=_runs, world_size=torch.distributed.get_world_size())
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """The run ended well (or this rank has reported): look no further."""
+        """The run ended well (or this rank has reported): look no further, and nobody needs to look after this rank."""
         self._stop.set()
+        try:
+            self._store.set(f"{self._key}/done/{self._rank}", "")
+        except Exception:  # the process that hosts the store was done before
+            return
+        with self._lock:
+            self._neighbours.close()
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks. The first report of a run wins; a later one is likely its consequence, and says so."""
@@ -65,26 +86,64 @@ class FailureWatch:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-12:])
         message = f"rank {self._rank} ({self._describe}) failed:\n{text}"
         try:
+            if any(word in str(error).lower() for word in _OF_OTHERS):
+                self._await_cause()
             first = self._store.compare_set(self._key, "", message).decode()
-        except Exception as lost:  # the store died with another rank; its own report is gone, ours is printed anyway
-            print(f"lightning_3d: could not tell the other ranks ({lost})", file=sys.stderr, flush=True)
+        except Exception as lost:  # the store died with another rank
+            cause = "; ".join(self._gone().values())
+            print(f"lightning_3d: {cause or f'could not tell the other ranks ({lost})'}", file=sys.stderr, flush=True)
             return
         # what set-up refuses, every rank refuses
         if first != message and not isinstance(error, ConfigurationError):
             lines = first.strip().splitlines()
-            note = f"lightning_3d: another rank failed first, this error may be a consequence: {lines[0]} {lines[-1]}"
+            says = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+            note = f"lightning_3d: another rank failed first, this error may be a consequence: {says}"
             print(note, file=sys.stderr, flush=True)
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(note)
 
+    def _await_cause(self) -> None:
+        """An error of the network has its cause in another rank; give that one time to be known."""
+        until = time.monotonic() + _FIRST
+        while time.monotonic() < until and self._first() is None:
+            time.sleep(0.05)
+
+    def _first(self) -> str | None:
+        """The first error of the run; a process that is gone without one counts as one."""
+        found = self._reported()
+        if found is None and (gone := self._gone()):
+            time.sleep(0.2)  # what it said last may still be on its way to the store
+            for rank, how in gone.items():
+                if self._store.check([f"{self._key}/done/{rank}"]):
+                    with self._lock:
+                        self._neighbours.forget(rank)
+                elif self._reported() is None:
+                    self._store.compare_set(self._key, "", how)
+            found = self._reported()
+        return found
+
+    def _reported(self) -> str | None:
+        if not self._store.check([self._key]):
+            return None
+        text: bytes = self._store.get(self._key)
+        return text.decode()
+
+    def _gone(self) -> dict[int, str]:
+        with self._lock:
+            try:
+                return self._neighbours.gone()
+            except Exception:  # the store is gone before all neighbours were known
+                return {}
+
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):
             try:
-                if not self._store.check([self._key]):
-                    continue
-                message = self._store.get(self._key).decode()
+                message = self._first()
             except Exception:  # the process that hosts the store is gone
-                message = "the process that hosts the run's key-value store (global rank 0) is gone"
+                cause = "; ".join(self._gone().values())
+                message = cause or "the process that hosts the run's key-value store (global rank 0) is gone"
+            if message is None:
+                continue
             # a rank that is about to raise the same error by itself should do so
             if self._stop.wait(self._grace) or self._failed_here:
                 return
