@@ -10,6 +10,7 @@ from typing import Any
 from lightning_3d.engine import Settings
 from lightning_3d.errors import ConfigurationError, near, not_yet
 from lightning_3d.layout import LONG_NAMES, Layout
+from lightning_3d.recompute import check_choice
 from lightning_3d.tensor.facts import DEMANDS
 
 
@@ -40,6 +41,7 @@ def check_effect(layout: Layout, settings: Settings) -> None:
         ConfigurationError: Names the setting and the way out.
     """
     _check_values(settings)
+    check_choice(settings.activation_checkpointing, layout.pp)
     microbatches = settings.num_microbatches
     pipeline = {
         f"num_microbatches={microbatches}": microbatches != "auto",

@@ -32,6 +32,7 @@ from lightning_3d.pipeline.samples import batch_size, describe_size
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.proof import prove
+from lightning_3d.recompute import Choice, Recompute
 from lightning_3d.tensor import (
     Placement,
     ShardedTensor,
@@ -60,6 +61,7 @@ class Settings:
     tensor_parallel_plan: str | dict[str, str] = "auto"
     strict_tensor_parallel: float | None = None
     exact_dropout: bool = False
+    activation_checkpointing: Choice = None
     pipeline_split: str | Sequence[str] = "auto"
     verify: bool | str = "auto"
     bucket_bytes: int | None = None
@@ -90,6 +92,7 @@ class Engine:
         self._began = time.monotonic()
         self.tensor_group = TensorGroup(mesh.tensor, exact_dropout=settings.exact_dropout)
         self.recording: Recording | None = None
+        self.recompute = Recompute(module, None)
         self.runner: PipelineRunner | None = None
         self.partition: Partition | None = None
         self.zero: Zero | None = None
@@ -114,6 +117,10 @@ class Engine:
                 self._cut_tensors(step_name, batch)
             if self.layout.pp > 1:
                 self._cut_stages(step_name, batch, microbatches)
+        atoms = self.runner.atoms if self.runner is not None else {}
+        opened = {name for atom in atoms for name in _ancestors(atom)}
+        choice = self.settings.activation_checkpointing
+        self.recompute = Recompute(self.module, choice, self.mesh.at.pp, self.layout.pp, opened)
 
     def _cut_stages(self, step_name: str, batch: Any, microbatches: int) -> None:
         self.runner = PipelineRunner(
@@ -128,6 +135,7 @@ class Engine:
             recorder=self.recorder,
         )
         self.partition = self.runner.setup(step_name, batch)
+        self.runner.surround(lambda: self.recompute.active())
 
     def _schedule(self) -> TrainingSchedule:
         layout = self.layout
@@ -289,6 +297,7 @@ class Engine:
                 seed_torch(mix(self.seed, number, self.mesh.at.dp), self.mesh.device)
             training = step_name == "training_step"
             stack.enter_context(self.sharding_rules(training, begins=training))
+            stack.enter_context(self.recompute.active() if training else nullcontext())
             stack.enter_context(self._forward_context())
             stack.enter_context(self.mesh.ledger.during("forward"))
             out = call_step(self.module, step_name, *args)
@@ -372,6 +381,12 @@ class Engine:
         last = self.layout.pp - 1
         stage = last if self.runner is None else self.runner.buffers.get(key, last)
         return at.dp == 0 and at.tp == 0 and at.pp == stage
+
+
+def _ancestors(name: str) -> list[str]:
+    """The modules a module lies in, by name."""
+    keys = name.split(".")
+    return [".".join(keys[:n]) for n in range(1, len(keys))]
 
 
 def _whole(value: Any) -> Any:

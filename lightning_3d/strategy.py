@@ -61,6 +61,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         tensor_parallel_plan: Literal["auto"] | dict[str, str] = "auto",
         strict_tensor_parallel: float | None = None,
         exact_dropout: bool = False,
+        activation_checkpointing: Literal["full", "selective"] | list[str] | dict[str, str] | None = None,
         pipeline_split: Literal["auto"] | list[str] = "auto",
         loss_weighting: Literal["microbatch_mean", "tokens"] = "microbatch_mean",
         save_distributed_checkpoint: bool = True,
@@ -100,7 +101,12 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
                 less, set-up fails and lists what stays whole and why.
             exact_dropout: Draw the dropout masks of whole activations on every rank and use a part of them, so that
                 tensor parallelism gives what one process gives: for tests, it costs the whole masks.
-            pipeline_split: "auto", or the name of the first module of every stage but the first.
+            activation_checkpointing: Do not keep the activations of the model's blocks but compute them again in the
+                backward. "full": keep a block's arguments only; "selective": also the results of matrix products and
+                attention. A list gives every pipeline stage its own mode ("none": keep all), a dict patterns on
+                module names their modes.
+            pipeline_split: "auto", or the name of the first module of every part of the model but the first (stages,
+                or with virtual_pipeline_size > 1 the parts they run).
             loss_weighting: "microbatch_mean": microbatches weighted by samples, replicas equally (what DDP with
                 gradient accumulation gives).
             save_distributed_checkpoint: Checkpoints are directories every rank writes its part of, readable by any
@@ -158,6 +164,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             timeout=timeout,
             record_timeline=record_timeline,
             exact_dropout=exact_dropout,
+            activation_checkpointing=activation_checkpointing,  # type: ignore[arg-type]
             record=record,
         )
         check_effect(self.layout, self._settings)

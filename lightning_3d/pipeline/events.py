@@ -169,6 +169,8 @@ class Trace:
         changed: Tensors (buffers, attributes) that glue code changed in place.
         changed_buffers: Names of registered buffers whose values the step changed, in glue code or in atoms.
         python_random: Glue code drew from `random` or numpy.
+        looks_at_python: Glue code computed with the batch's index, or looked at the epoch, the step or the Trainer.
+        python_state: Plain attributes of the open modules when the step took this path.
         warnings: What the user may want to know.
         warm: Glue code cached something on its first call; that state was kept.
     """
@@ -187,6 +189,8 @@ class Trace:
     changed: list[Tensor] = field(default_factory=list)
     changed_buffers: list[str] = field(default_factory=list)
     python_random: bool = False
+    looks_at_python: bool = False
+    python_state: object = None
     warnings: list[str] = field(default_factory=list)
     warm: bool = False
 

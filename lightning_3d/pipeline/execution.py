@@ -19,6 +19,7 @@ from lightning_3d.pipeline.events import Trace, Vid
 from lightning_3d.pipeline.glue import surroundings
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom
+from lightning_3d.pipeline.python_state import open_modules
 from lightning_3d.pipeline.rng import Seeds, forked, seed_window, window_randomness
 from lightning_3d.pipeline.split_backward import WeightHalf, edge_of, input_half
 from lightning_3d.pipeline.stage import StageRun
@@ -34,9 +35,11 @@ class Program:
 
     Attributes:
         module, atoms: The root module and its closed pieces.
+        open_modules: The modules whose code is glue.
         device: This rank's device.
         tensor_group: Tensor-parallel group, or None.
         forward_context: Entered around every forward (autocast), never around a backward.
+        around: Entered around all windows and backwards of a batch (activation checkpointing).
         running: `run` is open: what all windows of a batch need is in place.
     """
 
@@ -45,11 +48,14 @@ class Program:
     device: torch.device
     tensor_group: Any
     forward_context: Callable[[], AbstractContextManager[Any]]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
     running: bool = False
     metrics: list[Metric] = field(init=False)
     step_values: StepValues = field(init=False, default_factory=StepValues)
+    open_modules: list[nn.Module] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.open_modules = open_modules(self.module, self.atoms.values())
         self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
 
     @contextmanager
@@ -58,7 +64,7 @@ class Program:
 
         The random generators are as before when it ends.
         """
-        with surroundings(self.module, self.atoms), forked(self.device), sharding.guarded():
+        with self.around(), surroundings(self.module, self.atoms), forked(self.device), sharding.guarded():
             self.running = True
             try:
                 yield

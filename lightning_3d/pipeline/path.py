@@ -1,8 +1,8 @@
 """DOES a microbatch take the path of a trace?  Found out before anything is sent, on every rank alike.
 
-Glue code may branch on values all ranks know: a padding mask (`if mask.all()`), random numbers (LayerDrop), lengths.
-Such a step is followed once without computing anything tracked, up to the last such value; where it leaves the trace,
-the microbatch gets a trace of its own.
+Glue code may branch on values all ranks know: a padding mask (`if mask.all()`), random numbers (LayerDrop), lengths,
+the batch's index, the epoch, a flag. Such a step is followed without computing anything tracked, up to the last such
+value (or to its end); where it leaves the trace, the microbatch gets a trace of its own.
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import DivergedError, PipelineError
 from lightning_3d.pipeline import sharding
-from lightning_3d.pipeline.events import Trace
+from lightning_3d.pipeline.events import Trace, Vid
 from lightning_3d.pipeline.execution import Program, untouched_state
+from lightning_3d.pipeline.glue import Unwind
 from lightning_3d.pipeline.partition import Partition, Window
-from lightning_3d.pipeline.phantom import function_name
+from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.rng import Seeds, window_randomness
 from lightning_3d.pipeline.stage import StageRun
+from lightning_3d.pipeline.trace import Contents
+from lightning_3d.probe import ModuleState
 
 
 class PathRun(StageRun):
-    """An empty window at the trace's branch point: nothing is computed, the path is compared."""
+    """An empty window at the trace's branch point (or end): nothing is computed, the path is compared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.final_reads: set[Vid] = set()
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         events = self.trace.events
@@ -38,10 +46,34 @@ class PathRun(StageRun):
             raise DivergedError(f"{event.name} (event {n}) is {out!r}, in the trace it was {event.answer!r}")
         return out
 
+    def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
+        if isinstance(value, Phantom):
+            self.final_reads.add(value.vid)
 
-def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seeds) -> bool:
-    """Whether the step, on this microbatch with these random numbers, takes the path of `trace`."""
-    end = trace.branch_point()
+    def arrives(self, step: Callable[[], Any]) -> bool:
+        """Run the step; whether it came to the end of the window on the trace's path."""
+        try:
+            with self.active():
+                out = step()
+        except Unwind:
+            return True
+        if self.window.stop < len(self.trace.events):
+            return self._unwound
+        self.final_reads |= {x.vid for x in tree_flatten(out)[0] if isinstance(x, Phantom)}
+        return self.n == len(self.trace.events) and self.final_reads == self.trace.final_reads
+
+
+def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seeds, *, whole: bool = False) -> bool:
+    """Whether the step, on this microbatch with these random numbers, takes the path of `trace`.
+
+    Args:
+        program: What is executed.
+        trace: The path.
+        step: Calls the user's step.
+        seeds: Of the microbatch.
+        whole: Compare the whole step, not only up to the last value all ranks know: Python state may have changed.
+    """
+    end = len(trace.events) if whole else trace.branch_point()
     if not end:
         return True
     windows = [Window(0, 0, end, 0), Window(1, end, end, 0), Window(2, end, len(trace.events), 0)]
@@ -51,6 +83,8 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
         tensor_group=program.tensor_group, device=program.device,
     )  # fmt: skip
     saved = [(x, x.clone()) for x in trace.changed]
+    state = ModuleState(program.module, program.open_modules) if whole else None
+    contents = Contents(program.open_modules) if whole else None
     try:
         with (
             window_randomness(seeds, 1, program.device),
@@ -58,13 +92,15 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
             sharding.guarded(),
             program.forward_context(),
         ):
-            run.run(step)
+            return run.arrives(step)
     except PipelineError:
         raise
     except Exception:  # the user's code on another path: its own trace will raise what is really wrong
         return False
     finally:
+        if state is not None and contents is not None:
+            state.restore()
+            contents.restore()
         with torch.no_grad():
             for x, before in saved:
                 x.copy_(before)
-    return True

@@ -7,7 +7,7 @@ batch is split into microbatches, every microbatch gets its (cached) partition, 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
 from lightning_3d.pipeline.planning import Split, along, cut, make_plan
+from lightning_3d.pipeline.python_state import Looks, plain_state, watched
 from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds, mix
 from lightning_3d.pipeline.routes import Routes
@@ -192,7 +193,9 @@ class PipelineRunner:
     ) -> Trace:
         step = getattr(self.module, step_name)
         microbatch = without_inference_tensors(microbatch)
-        arguments = probe_arguments(step, microbatch) if args is None else (microbatch, *args)
+        looks = Looks()
+        found = probe_arguments(step, microbatch) if args is None else (microbatch, *args)
+        arguments = (found[0], *(watched(x, looks) for x in found[1:]))
         return trace(
             self.module,
             atoms,
@@ -203,6 +206,7 @@ class PipelineRunner:
             forward_context=self._forward_context,
             seeds=seeds or Seeds(self.seed, 0, 0, self.mesh.at.dp),
             memory=self._atom_memory,
+            looks=looks,
         )
 
     def _agreed(self, step_name: str, found: Trace) -> Partition:
@@ -222,22 +226,57 @@ class PipelineRunner:
         return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), others)
 
     def _partition(
-        self, step_name: str, microbatch: Any, args: Sequence[Any], seeds: Seeds, circumstances: Any
+        self,
+        step_name: str,
+        microbatch: Any,
+        args: Sequence[Any],
+        seeds: Seeds,
+        circumstances: Any,
+        before: dict[Any, Partition],
     ) -> Partition:
-        """The partition for the path this microbatch takes; all ranks of a replica find the same one."""
-        known = self._partitions.setdefault((circumstances, signature(microbatch)), [])
-        for partition in known:
+        """The partition for the path this microbatch takes; all ranks of a replica find the same one.
+
+        Args:
+            step_name: Name of the method.
+            microbatch, args: What it gets.
+            seeds: Of the microbatch.
+            circumstances: Of the batch.
+            before: Signature -> partition of the microbatch before this one in the same batch; this one is added.
+        """
+        shape = signature(microbatch)
+        known = self._partitions.setdefault((circumstances, shape), [])
+        state = None if shape in before else plain_state(self._program.open_modules)
+        for partition in sorted(known, key=lambda p: p is not before.get(shape)):
+            # Python state is that of the whole batch: the first of its microbatches is followed to the end
+            whole = shape not in before and (
+                partition.trace.looks_at_python or len(known) > 1 or partition.trace.python_state != state
+            )
             if follows(
-                self._program, partition.trace, lambda: call_step(self.module, step_name, microbatch, *args), seeds
+                self._program,
+                partition.trace,
+                lambda: call_step(self.module, step_name, microbatch, *args),
+                seeds,
+                whole=whole,
             ):
+                if shape not in before:
+                    before[shape], partition.trace.python_state = partition, state
                 return partition
         found = self._trace(step_name, microbatch, self._program.atoms, args, seeds)
         known.append(self._agreed(step_name, found))
-        partition = known[-1]
+        partition = before[shape] = known[-1]
         del known[:-_PATHS_KEPT]
         while len(self._partitions) > _SIGNATURES_KEPT:
             self._partitions.pop(next(iter(self._partitions)))
         return partition
+
+    def surround(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter `context()` around all windows and backwards of every batch, before forwards are routed."""
+        self._program.around = context
+
+    @property
+    def atoms(self) -> Mapping[str, nn.Module]:
+        """Name -> module of the closed pieces."""
+        return self._program.atoms
 
     # -- batches
     def batch_size(self, batch: Any) -> int:
@@ -321,8 +360,10 @@ class PipelineRunner:
         assert self._held is not None, "setup() first"
         seeds = [Seeds(self.seed, number, i, self.mesh.at.dp) for i in range(len(microbatches))]
         circumstances = self._circumstances(step_name, args)
+        before: dict[Any, Partition] = {}
         partitions = [
-            self._partition(step_name, m, args, s, circumstances) for m, s in zip(microbatches, seeds, strict=True)
+            self._partition(step_name, m, args, s, circumstances, before)
+            for m, s in zip(microbatches, seeds, strict=True)
         ]
 
         def step(microbatch: Any) -> Callable[[], Any]:

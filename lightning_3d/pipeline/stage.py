@@ -129,9 +129,10 @@ class StageRun(Glue):
         if vid not in self.received:
             raise DivergedError(
                 f"stage {self.window.stage} needs {self._described(vid)}, which the planned path of {self.trace.step} "
-                "does not send there: it is used on a branch (on batch_idx, current_epoch, ...) that was not taken "
-                "when the stages were planned. Use it in every step: compute what is logged behind the model call, "
-                "outside of the `if`, and only log it inside; multiply a loss term by 0.0 until it shall count."
+                "does not send there: it is used on a branch that was not taken when the step was planned, and that "
+                "cannot be foreseen (on values of other stages, on global variables, on what an earlier microbatch of "
+                "the same batch did). Use it in every step: compute it outside of the `if`, and multiply it by 0.0 "
+                "until it shall count."
             )
         leaf, meta = self.received[vid], self.trace.meta[vid]
         with self.paused():
@@ -185,8 +186,9 @@ class StageRun(Glue):
         expected = repr(events[n].name) if n < len(events) else "the end of the step"
         raise DivergedError(
             f"{self.trace.step} took another path than the one the stages were planned for: event {n} is {name!r}, "
-            f"expected {expected}. A pipeline needs every microbatch to call the same modules in the same order; look "
-            "for a branch on batch_idx, on values, or on random numbers."
+            f"expected {expected}. Branches on the batch, its index, the epoch, attributes and random numbers are "
+            "followed; look for one on values of other stages, on global variables, or on what an earlier microbatch "
+            "of the same batch did."
         )
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

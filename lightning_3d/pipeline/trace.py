@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_run import TraceRun
+from lightning_3d.pipeline.python_state import Looks, open_modules, plain_state, watching
 from lightning_3d.pipeline.rng import Seeds, window_randomness
 from lightning_3d.probe import Answers, FakeParameters, ModuleState, retry
 
@@ -35,6 +36,7 @@ def trace(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     seeds: Seeds | None = None,
     memory: AtomMemory | None = None,
+    looks: Looks | None = None,
 ) -> Trace:
     """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
 
@@ -53,6 +55,7 @@ def trace(
         forward_context: Entered around the step (autocast).
         seeds: Of the microbatch, so that the trace takes the path the run will take; equal in a replica.
         memory: What equal atoms did in earlier traces; filled by this one.
+        looks: Told when the step looks at the Trainer; indices `step` passes may tell it, too.
 
     Raises:
         PipelineError: The step does something that cannot be cut into stages.
@@ -60,11 +63,17 @@ def trace(
     seeds = seeds or Seeds()
     device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
     grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    state, contents = ModuleState(module), _Contents(module, atoms)
+    looks = looks or Looks()
+    python_state = plain_state(open_modules(module, atoms.values()))
+    state, contents = ModuleState(module), Contents(open_modules(module, atoms.values()))
 
     def once() -> Trace:
+        looks.seen = False
         run = partial(_run, module, atoms, step, name, device, forward_context, seeds, memory)
-        return retry(run, (PipelineError,))
+        with watching(module, looks):
+            found = retry(run, (PipelineError,))
+        found.looks_at_python, found.python_state = looks.seen, python_state
+        return found
 
     with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled), sharding.dry(group), sharding.guarded():
         try:
@@ -131,17 +140,15 @@ def _is_tracked(value: Any) -> bool:
     return any(isinstance(sharding.local(x), (Phantom, FakeTensor)) for x in tree_flatten(value)[0])
 
 
-class _Contents:
-    """Values of tensors that glue code may change in place: buffers and attributes of all modules outside atoms."""
+class Contents:
+    """Values of tensors that glue code may change in place: buffers and attributes of modules outside atoms."""
 
-    def __init__(self, module: nn.Module, atoms: Mapping[str, nn.Module]) -> None:
-        closed = {id(m) for atom in atoms.values() for m in atom.modules()}
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         found: dict[int, Tensor] = {}
-        for m in module.modules():
-            if id(m) not in closed:
-                for x in tree_flatten([list(m._buffers.values()), _plain_attributes(m)])[0]:
-                    if isinstance(x, Tensor) and not isinstance(x, (nn.Parameter, Phantom, FakeTensor)):
-                        found[id(x)] = x
+        for m in modules:
+            for x in tree_flatten([list(m._buffers.values()), _plain_attributes(m)])[0]:
+                if isinstance(x, Tensor) and not isinstance(x, (nn.Parameter, Phantom, FakeTensor)):
+                    found[id(x)] = x
         self._saved = [(x, x.detach().clone()) for x in found.values()]
 
     def restore(self) -> list[Tensor]:

@@ -410,12 +410,63 @@ class BranchesOnRank(MLP):
         return F.cross_entropy(out, batch[1])
 
 
+class Curriculum(MLP):
+    """Deeper with the epoch, an auxiliary loss from the third step on, another path when a callback says so."""
+
+    depth, auxiliary, calls = 3, False, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.calls += 1
+        early = self.net[:3](x)
+        x = self.net[3 : self.depth + 3](early)
+        loss = F.cross_entropy(self.net[8:](x), y)
+        if batch_idx >= 2:
+            loss = loss + 0.1 * early.square().mean()
+        if self.auxiliary:
+            self.log("early", early.mean())
+        self.log("loss", loss)
+        return loss
+
+
+class WaitsForLogit(MLP):
+    """Its path depends on a value another stage computes: no rank can know it beforehand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net[:3](batch[0])
+        if batch_idx >= 0 and x.sum() > -1e9:
+            x = x.tanh()
+        return F.cross_entropy(self.net[3:](x), batch[1])
+
+
+def _changing_paths() -> None:
+    """Branches on Python state: every path gets a plan of its own, found again when it comes back."""
+    for make, changes in ((Alternates, {}), (Curriculum, {3: ("depth", 5), 4: ("auxiliary", True), 6: ("depth", 3)})):
+        mesh, batch = _mesh(), batch_of("mlp", 4)
+        runner, plain = _runner(build(make), mesh, batch), build(make)
+        for k in range(8):
+            for module in (runner.module, plain):
+                if k in changes:
+                    setattr(module, *changes[k])
+            result = runner.train_step(batch, k)
+            cut, sizes = split_with_sizes(batch, 3)
+            losses = [plain.training_step(m, k) * s / 4 for m, s in zip(cut, sizes, strict=True)]
+            sum(losses).backward()
+            if mesh.is_last_stage:
+                assert float(result.loss) == pytest.approx(float(sum(losses)), rel=1e-9), (make.__name__, k)
+                assert [log.name for log in result.logs] == [
+                    n for n in ("early", "loss") if hasattr(plain, "calls") and (n == "loss" or plain.auxiliary)
+                ]
+        assert reference.worst_gradient(dict(runner.parameters), plain)[0] <= 1e-9
+        traces = sum(len(known) for known in runner._partitions.values())
+        assert traces <= 2 * 5, f"{make.__name__}: {traces} traces"
+
+
 def _diverged() -> None:
-    """The rank that sees it says so; one that waits for it ends with the process group's timeout."""
+    """A path that no rank knows beforehand: the rank that sees it says so; one that waits ends with the timeout."""
     mesh, batch = Mesh(Layout(pp=2), torch.device("cpu"), timedelta(seconds=2)), batch_of("mlp", 4)
-    runner = _runner(build(Alternates), mesh, batch)
-    runner.train_step(batch, 0)
-    expected = pytest.raises(DivergedError, match=r"net\.3") if mesh.is_first_stage else pytest.raises(RuntimeError)
+    runner = _runner(build(WaitsForLogit), mesh, batch)
+    expected = pytest.raises(DivergedError, match="tanh") if not mesh.is_last_stage else pytest.raises(RuntimeError)
     with expected:
         runner.train_step(batch, 1)
 
@@ -464,6 +515,7 @@ TWO_STAGES = (
     _loaders,
     _autocast,
     _errors,
+    _changing_paths,
     _diverged,
 )
 

@@ -1,0 +1,257 @@
+"""WHICH activations are thrown away and computed again?  Activation checkpointing of the model's blocks.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; selective: Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022. "full" keeps a block's arguments and runs its forward a second time
+in the backward. "selective" also keeps the results of matrix products, convolutions and attention, so that only what
+costs little is computed twice. Gradients are the same; dropout draws the same masks again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.errors import ConfigurationError, near
+
+Mode = Literal["full", "selective", "none"]
+Choice = None | Mode | Sequence[Mode] | Mapping[str, Mode]
+_MODES = get_args(Mode)
+_NOTHING = object()
+_aten = torch.ops.aten
+_KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
+_ATTENTIONS = [f"_scaled_dot_product_{kind}" for kind in _KINDS]
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")
+_SAVED = {getattr(_aten, name) for name in (*_PRODUCTS, *_ATTENTIONS) if hasattr(_aten, name)}
+
+
+class Recompute:
+    """The blocks of a module whose activations are recomputed on this rank.
+
+    Args:
+        module: The root module.
+        choice: One mode for all blocks, one per pipeline stage, or patterns on module names to modes.
+        stage, stages: This rank's pipeline stage, and how many there are.
+        opened: Names of modules that are cut between stages; they are no blocks.
+
+    Attributes:
+        blocks: Name -> mode, of the blocks that are recomputed.
+
+    Raises:
+        ConfigurationError: The choice fits nothing, or not the number of stages.
+    """
+
+    def __init__(
+        self, module: nn.Module, choice: Choice, stage: int = 0, stages: int = 1, opened: Iterable[str] = ()
+    ) -> None:
+        self._modules: list[tuple[nn.Module, Mode]] = []
+        self.blocks: dict[str, Mode] = {}
+        if choice is None:
+            return
+        for name, mode in _chosen(module, choice, stage, stages, set(opened)).items():
+            if mode != "none":
+                self.blocks[name] = mode
+                self._modules.append((module.get_submodule(name), mode))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The blocks recompute while this is open (and later, in the backward of what ran in it)."""
+        undo: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for block, mode in self._modules:
+                own = block.__dict__
+                # a compiled block never looks at its `forward`
+                key = "_compiled_call_impl" if own.get("_compiled_call_impl") is not None else "forward"
+                undo.append((own, key, own.get(key, _NOTHING)))
+                own[key] = _recomputed(getattr(block, key), mode)
+            yield
+        finally:
+            for own, key, before in undo:
+                if before is _NOTHING:
+                    own.pop(key, None)
+                else:
+                    own[key] = before
+
+
+def _recomputed(forward: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
+
+    return call
+
+
+def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    keep = _Keep()
+    return keep, _Reuse(keep)
+
+
+class _Keep(TorchDispatchMode):
+    """Remembers the results of the operations that cost much, in order.
+
+    A result that is changed in place later is not used (torch's own modes notice that only if it is the same tensor,
+    not a reshaped one): the partial product of a row-parallel layer, which the all-reduce makes whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[Any, list[Any]] = defaultdict(list)
+        self._by_storage: dict[int, list[_Noted]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _SAVED:
+            self.results[func].append(tree_map(self._note, out))
+        elif func.namespace == "c10d" or func._schema.is_mutable:
+            for x in tree_flatten((args, kwargs))[0]:
+                for noted in self._by_storage.get(x.untyped_storage()._cdata, ()) if isinstance(x, Tensor) else ():
+                    noted.unchanged = noted.unchanged and not _writes(func, x, args, kwargs)
+        return out
+
+    def _note(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        noted = _Noted(x.detach())
+        self._by_storage[x.untyped_storage()._cdata].append(noted)
+        return noted
+
+
+def _writes(func: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether an operation changes this argument of it in place."""
+    if func.namespace == "c10d":  # their schemas do not say
+        return "send" not in func.name()
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.is_write and any(x is tensor for x in tree_flatten(value)[0]):
+            return True
+    written = {a.name for a in func._schema.arguments if a.is_write}
+    return any(x is tensor for name, value in (kwargs or {}).items() if name in written for x in tree_flatten(value)[0])
+
+
+class _Reuse(TorchDispatchMode):
+    """Returns what `_Keep` remembers instead of computing it again."""
+
+    def __init__(self, keep: _Keep) -> None:
+        super().__init__()
+        self._keep = keep
+        self._next: dict[Any, int] = defaultdict(int)
+
+    def __enter__(self) -> Any:
+        self._next.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _SAVED:
+            number = self._next[func]
+            self._next[func] = number + 1
+            leaves, spec = tree_flatten(self._keep.results[func][number], lambda x: isinstance(x, _Noted))
+            if all(x.unchanged for x in leaves if isinstance(x, _Noted)):
+                return tree_unflatten([x.tensor.detach() if isinstance(x, _Noted) else x for x in leaves], spec)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Noted:
+    """A tensor that was made, and whether it still is what it was."""
+
+    tensor: Tensor
+    unchanged: bool = True
+
+
+def find_blocks(module: nn.Module) -> list[str]:
+    """Names of the elements of lists and sequences that are made of several modules and have parameters.
+
+    A container inside a container is opened: of a list of stages of blocks these are the blocks.
+    """
+    found: dict[int, str] = {}
+
+    def visit(name: str, current: nn.Module) -> None:
+        for key, child in current.named_children():
+            path = f"{name}.{key}" if name else key
+            container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+            made_of = [m for m in child.children() if next(m.parameters(), None) is not None]
+            if isinstance(current, (nn.ModuleList, nn.Sequential)) and made_of and not container:
+                found.setdefault(id(child), path)
+            else:
+                visit(path, child)
+
+    visit("", module)
+    return list(found.values())
+
+
+def check_choice(choice: Choice, stages: int) -> None:
+    """What can be said without the model.
+
+    Raises:
+        ConfigurationError: An unknown mode, or a list of the wrong length.
+    """
+    modes: Sequence[Any]
+    if choice is None:
+        return
+    if isinstance(choice, str):
+        modes = [choice]
+    elif isinstance(choice, Mapping):
+        modes = list(choice.values())
+    else:
+        modes = list(choice)
+        if len(modes) != stages:
+            raise ConfigurationError(
+                f"activation_checkpointing is a list of {len(modes)} modes, but there are {stages} pipeline stages: "
+                "give one mode per stage, the stage with the embedding first, or a single mode for all of them."
+            )
+    for mode in modes:
+        if mode not in _MODES:
+            raise ConfigurationError(
+                f"activation_checkpointing has the mode {mode!r}; it must be one of {', '.join(map(repr, _MODES))}."
+                + near(str(mode), _MODES)
+            )
+
+
+def _chosen(module: nn.Module, choice: Choice, stage: int, stages: int, opened: set[str]) -> dict[str, Mode]:
+    check_choice(choice, stages)
+    if isinstance(choice, Mapping):
+        return _matched(module, choice, opened)
+    assert choice is not None
+    mode: Mode = choice if isinstance(choice, str) else choice[stage]
+    blocks = [name for name in find_blocks(module) if name not in opened]
+    if not blocks:
+        raise ConfigurationError(
+            f"activation_checkpointing={choice!r}, but no blocks were found: none of the module's lists "
+            "(nn.ModuleList, nn.Sequential) has elements made of several modules. Name what shall be recomputed: "
+            'activation_checkpointing={"encoder.stage*": "full"}.'
+        )
+    return dict.fromkeys(blocks, mode)
+
+
+def _matched(module: nn.Module, patterns: Mapping[str, Mode], opened: set[str]) -> dict[str, Mode]:
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, Mode] = {}
+    for pattern, mode in patterns.items():
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits:
+            raise ConfigurationError(
+                f"activation_checkpointing names {pattern!r}, which fits no module of the model." + near(pattern, names)
+            )
+        for name in hits:
+            if name in opened:
+                raise ConfigurationError(
+                    f"activation_checkpointing names {name!r}, but this module is cut between pipeline stages, so it "
+                    "cannot be recomputed as a whole. Name the modules inside it."
+                )
+            found[name] = mode
+    inner = [n for n in found if any(n.startswith(f"{other}.") for other in found)]
+    for name in inner:  # recomputed with the module around it
+        del found[name]
+    return found
