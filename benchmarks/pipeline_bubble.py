@@ -1,6 +1,6 @@
 """HOW long do stages stand idle?  Sleeping stages, ours against `torch.distributed.pipelining` and the formula.
 
-Sleeping costs no core, so four stages show their schedule on any machine: what the makespan has beyond the formula is
+Sleeping costs no core, so eight stages show their schedule on any machine: what the makespan has beyond the formula is
 what the runner itself costs (Python, messages, late wake-ups).
 """
 
@@ -9,23 +9,50 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.common import Progress, Result, Spread, Table, quiet
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineRunner
+from lightning_3d.pipeline.timing import formula_bubble
+from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.testing import relative_error, run_distributed
 
-PARTS = 1
-STAGES, WIDTH, SAMPLES = 4, 16, 2
+PARTS = 2
+WIDTH, SAMPLES = 16, 2
 OURS, TORCH = "lightning_3d", "torch.distributed.pipelining"
+THEIRS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",
+    "zb_v": "ScheduleZBVZeroBubble",
+}
 _slept = [0.0]
+
+
+class Case(NamedTuple):
+    """A schedule, the windows per stage, and the microbatches."""
+
+    schedule: str
+    virtual: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.schedule}/v{self.virtual}/{self.count}"
+
+
+def cases(counts: list[int], stages: int) -> list[Case]:
+    """Every schedule with every number of microbatches it is made for."""
+    kinds = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
+    return [Case(name, v, m) for name, v in kinds for m in counts if name != "zb_v" or m >= 2 * stages]
 
 
 def _sleep(seconds: float) -> None:
@@ -35,40 +62,42 @@ def _sleep(seconds: float) -> None:
 
 
 class Sleep(torch.autograd.Function):
-    """Identity: forward sleeps `seconds`, backward twice as long, as matrices would."""
+    """Identity that sleeps: as much in its backward as in its forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        _sleep(seconds)
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        if forward:
+            _sleep(forward)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        _sleep(2 * ctx.seconds)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        _sleep(ctx.seconds)
+        return gradients[0], None, None
 
 
 class Block(nn.Module):
-    """One stage's work."""
+    """One window's work: a unit of time in forward, one for the gradient of the input, one for that of the weight."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(self.linear(x), self.seconds)
+        weight = Sleep.apply(self.linear.weight, 0.0, self.seconds)
+        return Sleep.apply(nn.functional.linear(x, weight, self.linear.bias), self.seconds, self.seconds)
 
 
 class Model(nn.Module):
-    """One block per stage, and a step as a LightningModule has it."""
+    """One block per window, and a step as a LightningModule has it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, windows: int, seconds: float) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(seconds) for _ in range(STAGES))
+        self.blocks = nn.ModuleList(Block(seconds) for _ in range(windows))
 
-    def block(self, stage: int) -> Block:
-        block = self.blocks[stage]
+    def block(self, window: int) -> Block:
+        block = self.blocks[window]
         assert isinstance(block, Block)
         return block
 
@@ -79,27 +108,37 @@ class Model(nn.Module):
         return nn.functional.mse_loss(x, y)
 
 
-def _ours(model: Model, mesh: Mesh, schedule: str, batch: tuple[Tensor, Tensor], count: int) -> Callable[[], Any]:
-    split = [f"blocks.{i}" for i in range(1, STAGES)]
-    runner = PipelineRunner(model, mesh, schedule=schedule, num_microbatches=count, split=split)
+def _ours(model: Model, mesh: Mesh, case: Case, batch: tuple[Tensor, Tensor]) -> tuple[Callable[[], Any], list[int]]:
+    split = [f"blocks.{i}" for i in range(1, len(model.blocks))]
+    schedule = TrainingSchedule(case.schedule, mesh.layout.pp, case.virtual)
+    runner = PipelineRunner(model, mesh, schedule=schedule, num_microbatches=case.count, split=split)
     runner.setup("training_step", batch)
-    return lambda: runner.train_step(batch, 0)
+    return lambda: runner.train_step(batch, 0), [w for w, s in enumerate(schedule.owners) if s == mesh.at.pp]
 
 
-def _torch(model: Model, stage: int, schedule: str, batch: tuple[Tensor, Tensor], count: int) -> Callable[[], Any]:
-    # all shapes given: otherwise they are inferred by an extra forward
-    inputs, outputs = (
-        torch.zeros(SAMPLES, WIDTH, requires_grad=stage > 0),
-        torch.zeros(SAMPLES, WIDTH, requires_grad=True),
-    )
-    part = PipelineStage(model.block(stage), stage, STAGES, torch.device("cpu"), input_args=inputs, output_args=outputs)
-    kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
-    plan = kind(part, count, loss_fn=nn.functional.mse_loss)
-    if stage == 0:
-        return lambda: plan.step(batch[0])
-    if stage == STAGES - 1:
-        return lambda: plan.step(target=batch[1], return_outputs=False)
-    return lambda: plan.step()
+def _torch(
+    model: Model, rank: int, stages: int, case: Case, batch: tuple[Tensor, Tensor]
+) -> tuple[Callable[[], Any], list[int]]:
+    windows = len(model.blocks)
+    mine = [rank + stages * k for k in range(case.virtual)]
+    if case.schedule == "zb_v":
+        mine = [rank, windows - 1 - rank]
+
+    def part(window: int) -> PipelineStage:
+        # all shapes given: otherwise they are inferred by an extra forward
+        given = torch.zeros(SAMPLES, WIDTH, requires_grad=window > 0)
+        made = torch.zeros(SAMPLES, WIDTH, requires_grad=True)
+        return PipelineStage(
+            model.block(window), window, windows, torch.device("cpu"), input_args=given, output_args=made
+        )
+
+    parts: Any = [part(window) for window in mine]
+    kind = getattr(pipelining.schedules, THEIRS[case.schedule])
+    single = case.schedule in ("gpipe", "1f1b")
+    plan = kind(parts[0] if single else parts, case.count, loss_fn=nn.functional.mse_loss)
+    args = (batch[0],) if 0 in mine else ()
+    kwargs = {"target": batch[1], "return_outputs": False} if windows - 1 in mine else {}
+    return lambda: plan.step(*args, **kwargs), mine
 
 
 def _timed(step: Callable[[], Any]) -> tuple[float, float, float]:
@@ -114,87 +153,83 @@ def _timed(step: Callable[[], Any]) -> tuple[float, float, float]:
     return time.monotonic() - start[0], _slept[0], time.process_time() - cpu
 
 
-def stage_rank(counts: list[int], seconds: float, repeats: int) -> dict[str, Any]:
-    """One of the four stages: every system, schedule and number of microbatches in turn, `repeats` times."""
+def stage_rank(stages: int, counts: list[int], seconds: float, repeats: int, peer: bool) -> dict[str, Any]:
+    """One of the stages: every system, schedule and number of microbatches in turn, `repeats` times."""
     quiet()
-    mesh = Mesh(Layout(pp=STAGES), torch.device("cpu"))
+    mesh = Mesh(Layout(pp=stages), torch.device("cpu"))
     torch.manual_seed(0)
-    original = Model(seconds)
-    runs: dict[str, tuple[Callable[[], Any], Tensor]] = {}
-    for schedule in ("1f1b", "gpipe"):
-        for count in counts:
-            batch = (torch.randn(count * SAMPLES, WIDTH), torch.randn(count * SAMPLES, WIDTH))
-            mine, theirs = copy.deepcopy(original), copy.deepcopy(original)
-            # our last stage is rank 0, torch's is the last rank
-            runs[f"{schedule}/{count}/{OURS}"] = (
-                _ours(mine, mesh, schedule, batch, count),
-                mine.block(mesh.at.pp).linear.weight,
-            )
-            runs[f"{schedule}/{count}/{TORCH}"] = (
-                _torch(theirs, mesh.rank, schedule, batch, count),
-                theirs.block(mesh.rank).linear.weight,
-            )
+    runs: dict[str, tuple[Callable[[], Any], Model, list[int]]] = {}
+    for case in cases(counts, stages):
+        original = Model(stages * case.virtual, seconds)
+        batch = (torch.randn(case.count * SAMPLES, WIDTH), torch.randn(case.count * SAMPLES, WIDTH))
+        mine, theirs = copy.deepcopy(original), copy.deepcopy(original)
+        runs[f"{case}/{OURS}"] = _swapped(mine, _ours(mine, mesh, case, batch))
+        if peer:  # our last stage is rank 0, torch's is the last rank
+            runs[f"{case}/{TORCH}"] = _swapped(theirs, _torch(theirs, mesh.rank, stages, case, batch))
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
-    gradients: dict[str, Tensor | None] = {}
+    gradients: dict[str, dict[int, Tensor | None]] = {}
     for repeat in range(repeats + 1):
         for name in sorted(runs, reverse=repeat % 2 == 0):  # neither system always comes after the other
-            step, weight = runs[name]
-            weight.grad = None
+            step, model, windows = runs[name]
+            for window in windows:
+                model.block(window).linear.weight.grad = None
             measured = _timed(step)
-            gradients[name] = weight.grad
+            gradients[name] = {w: model.block(w).linear.weight.grad for w in windows}
             if repeat:  # the first round warms up
                 times[name].append(measured)
-    return {"stage": {OURS: mesh.at.pp, TORCH: mesh.rank}, "times": times, "gradients": gradients}
+    return {"times": times, "gradients": gradients}
+
+
+def _swapped(model: Model, made: tuple[Callable[[], Any], list[int]]) -> tuple[Callable[[], Any], Model, list[int]]:
+    return made[0], model, made[1]
 
 
 def run(smoke: bool, progress: Progress) -> Result:
-    """All schedules in one launch."""
-    counts, seconds, repeats = ([4], 0.002, 2) if smoke else ([8, 16], 0.02, 8)
-    progress(f"pipeline: {STAGES} sleeping stages")
-    ranks = run_distributed(stage_rank, STAGES, counts, seconds, repeats, timeout=240)
-    bubbles: list[list[str]] = []
-    overheads: list[list[str]] = []
+    """All schedules: four stages in one launch, eight in another; long stages without the peer."""
+    settings = [(4, [4], 0.002, 2, True)] if smoke else [
+        (4, [8, 16, 32], 0.02, 5, True), (8, [8, 16, 32], 0.02, 4, True),
+        (4, [8, 16, 32], 0.05, 2, False), (8, [8, 16, 32], 0.05, 2, False),
+    ]  # fmt: skip
+    rows: list[list[str]] = []
     data: dict[str, Any] = {}
-    for schedule in ("1f1b", "gpipe"):
-        for count in counts:
-            formula = (STAGES - 1) / (count + STAGES - 1)
-            ideal = 3 * seconds * (count + STAGES - 1)
-            found = {system: _figures(ranks, f"{schedule}/{count}/{system}", ideal) for system in (OURS, TORCH)}
-            case = [schedule, str(count)]
-            bubbles.append([*case, f"{formula:.3f}", *(figures["bubble"].text(1, 3) for figures in found.values())])
-            overheads.append([*case, *(f[key].text(1e3, 0) for key in ("late", "cpu") for f in found.values())])
-            data[f"{schedule}/{count}"] = {
+    for stages, counts, seconds, repeats, peer in settings:
+        progress(f"pipeline: {stages} sleeping stages of {1e3 * seconds:g} ms")
+        ranks = run_distributed(stage_rank, stages, stages, counts, seconds, repeats, peer, timeout=600)
+        for case in cases(counts, stages):
+            formula = formula_bubble(case.schedule, stages, case.count, case.virtual)
+            found = {s: _figures(ranks, f"{case}/{s}", stages) for s in ((OURS, TORCH) if peer else (OURS,))}
+            texts = [found[s]["bubble"].text(1, 3) if s in found else "" for s in (OURS, TORCH)]
+            cpu = [found[s]["cpu"].text(1e3, 0) if s in found else "" for s in (OURS, TORCH)]
+            name = f"{case.schedule} v={case.virtual}" if case.virtual > 1 else case.schedule
+            rows.append([f"{1e3 * seconds:g}", str(stages), name, str(case.count), f"{formula:.3f}", *texts, *cpu])
+            data[f"{1e3 * seconds:g}ms/p{stages}/{case}"] = {
                 "formula": formula,
                 **{system: {key: spread.plain() for key, spread in found[system].items()} for system in found},
-                "gradient_error": _gradient_error(ranks, f"{schedule}/{count}"),
+                **({"gradient_error": _gradient_error(ranks, str(case))} if peer else {}),
             }
     setting = (
-        f"{STAGES} processes, one block per stage that sleeps {1e3 * seconds:g} ms in forward and {2e3 * seconds:g} ms "
-        "in backward (both systems run the same modules). `PipelineRunner.train_step` against `Schedule1F1B.step` and "
-        "`ScheduleGPipe.step` (shapes given, no extra forward), in one launch, in turns, from a start time all ranks "
-        f"agree on; {repeats} repetitions. Bubble = 1 - slept / ({STAGES} x makespan), formula (p-1)/(m+p-1). Late: "
-        "ms of makespan beyond the ideal (m+p-1) x 3 x t. CPU: ms per rank and step. Median (quartiles)."
+        "One process per stage, one block per window that sleeps one unit of time in forward, one for the gradient of "
+        "its input and one for that of its weight (both systems run the same modules). `PipelineRunner.train_step` "
+        "against the schedules of `torch.distributed.pipelining` (shapes given, no extra forward; for zb_h1 its "
+        "ScheduleInterleavedZeroBubble with one window per stage), in one launch, in turns, from a start time all "
+        "ranks agree on. Bubble = 1 - slept / (p x makespan). CPU: ms per rank and step. Median (quartiles)."
     )
-    tables = [
-        Table("bubble", ["schedule", "m", "formula", "ours", "torch"], bubbles),
-        Table("overhead, ms", ["schedule", "m", "late: ours", "late: torch", "CPU: ours", "CPU: torch"], overheads),
-    ]
-    return Result("pipeline_bubble", setting, tables, data)
+    header = ["unit, ms", "p", "schedule", "m", "formula", "ours", "torch", "CPU: ours", "CPU: torch"]
+    return Result("pipeline_bubble", setting, [Table("bubble", header, rows)], data)
 
 
-def _figures(ranks: list[dict[str, Any]], name: str, ideal: float) -> dict[str, Spread]:
-    bubbles, late, cpu = [], [], []
+def _figures(ranks: list[dict[str, Any]], name: str, stages: int) -> dict[str, Spread]:
+    bubbles, cpu = [], []
     for measured in zip(*(r["times"][name] for r in ranks), strict=True):
         makespan = max(end for end, _, _ in measured)
-        bubbles.append(1 - sum(slept for _, slept, _ in measured) / (STAGES * makespan))
-        late.append(makespan - ideal)
-        cpu.append(sum(used for _, _, used in measured) / STAGES)
-    return {"bubble": Spread.of(bubbles), "late": Spread.of(late), "cpu": Spread.of(cpu)}
+        bubbles.append(1 - sum(slept for _, slept, _ in measured) / (stages * makespan))
+        cpu.append(sum(used for _, _, used in measured) / stages)
+    return {"bubble": Spread.of(bubbles), "cpu": Spread.of(cpu)}
 
 
-def _gradient_error(ranks: list[dict[str, Any]], name: str) -> float:
-    """Largest relative difference between the two systems' gradients, over the stages."""
+def _gradient_error(ranks: list[dict[str, Any]], case: str) -> float:
+    """Largest relative difference between the two systems' gradients, over the windows."""
     both = [
-        {rank["stage"][system]: rank["gradients"][f"{name}/{system}"] for rank in ranks} for system in (OURS, TORCH)
+        {w: g for rank in ranks for w, g in rank["gradients"][f"{case}/{system}"].items()} for system in (OURS, TORCH)
     ]
-    return max(relative_error(both[0][stage], both[1][stage]) for stage in range(STAGES))
+    return max(relative_error(both[0][w], both[1][w]) for w in both[0])

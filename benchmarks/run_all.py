@@ -24,7 +24,15 @@ if str(ROOT) not in sys.path:  # started as a file
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 
-from benchmarks import data_parallel, pipeline_bubble, setup_time, tensor_overhead, tensor_parallel  # noqa: E402
+from benchmarks import (  # noqa: E402
+    activation_memory,
+    data_parallel,
+    pipeline_bubble,
+    pipeline_glue,
+    setup_time,
+    tensor_overhead,
+    tensor_parallel,
+)
 from benchmarks.common import Result, machine  # noqa: E402
 from lightning_3d.observe import plain_table, show  # noqa: E402
 
@@ -33,6 +41,8 @@ BENCHMARKS: dict[str, Any] = {
     "tensor_parallel": tensor_parallel,
     "tensor_overhead": tensor_overhead,
     "pipeline_bubble": pipeline_bubble,
+    "pipeline_glue": pipeline_glue,
+    "activation_memory": activation_memory,
     "setup_time": setup_time,
 }
 JSON, PAGE = Path("benchmarks/results.json"), Path("docs/benchmarks.md")

@@ -97,6 +97,11 @@ def _check_values(settings: Settings) -> None:
             raise ConfigurationError(f"num_microbatches is {microbatches!r}; it must be 'auto' or an integer.")
         if microbatches < 1:
             raise ConfigurationError(f"num_microbatches is {microbatches}; it must be at least 1.")
+    if isinstance(settings.pipeline_split, str) and settings.pipeline_split not in ("auto", "measured"):
+        raise ConfigurationError(
+            f"pipeline_split is {settings.pipeline_split!r}; it must be 'auto', 'measured' or a list with the name of "
+            "the first module of every stage but the first."
+        )
     if not isinstance(settings.verify, bool) and settings.verify != "auto":
         raise ConfigurationError(f"verify is {settings.verify!r}; it must be 'auto', True or False.")
     if least is not None and not 0 <= least <= 1:

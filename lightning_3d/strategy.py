@@ -62,7 +62,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         strict_tensor_parallel: float | None = None,
         exact_dropout: bool = False,
         activation_checkpointing: Literal["full", "selective"] | list[str] | dict[str, str] | None = None,
-        pipeline_split: Literal["auto"] | list[str] = "auto",
+        pipeline_split: Literal["auto", "measured"] | list[str] = "auto",
         loss_weighting: Literal["microbatch_mean", "tokens"] = "microbatch_mean",
         save_distributed_checkpoint: bool = True,
         verify: bool | Literal["auto"] = "auto",
@@ -105,8 +105,9 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
                 backward. "full": keep a block's arguments only; "selective": also the results of matrix products and
                 attention. A list gives every pipeline stage its own mode ("none": keep all), a dict patterns on
                 module names their modes.
-            pipeline_split: "auto", or the name of the first module of every part of the model but the first (stages,
-                or with virtual_pipeline_size > 1 the parts they run).
+            pipeline_split: "auto" balances the estimated cost of the parts, "measured" runs every kind of block on this
+                device at set-up and balances the times; or the name of the first module of every part of the model
+                but the first (stages, or with virtual_pipeline_size > 1 the parts they run).
             loss_weighting: "microbatch_mean": microbatches weighted by samples, replicas equally (what DDP with
                 gradient accumulation gives).
             save_distributed_checkpoint: Checkpoints are directories every rank writes its part of, readable by any

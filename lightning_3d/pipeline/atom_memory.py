@@ -30,6 +30,7 @@ class Remembered:
     spec: TreeSpec
     leaves: list[Leaf]
     flops: int
+    moved: int
     random: bool
     single: bool
     hooked: list[tuple[str, list[Any], Any]]
@@ -70,7 +71,7 @@ class AtomMemory:
                 leaves.append(Leaf(kind, payload))
             else:
                 return
-        found = Remembered(event.spec, leaves, event.flops, event.random, event.single is not None, hooked)
+        found = Remembered(event.spec, leaves, event.flops, event.moved, event.random, event.single is not None, hooked)
         if name in self._kind_of:
             self._known.setdefault((self._kind_of[name], key), found)
         else:

@@ -24,6 +24,7 @@ Vid = tuple[int, int]
 """Name of a tracked value: (event, output leaf). In-place changes make the leaf `MUTATED + argument leaf`."""
 
 MUTATED = 10_000
+_GRADIENT_BYTES = 4
 
 EventKind = Literal["local", "op", "read", "atom"]
 
@@ -107,6 +108,9 @@ class Event:
         hooked: Submodules of an atom with forward hooks: (module, argument metas and constants, their spec).
         attributes: Tensors an atom leaves in attributes: (module, name).
         flops: Of the forward.
+        moved: Bytes its operations write in the forward.
+        seconds: Forward and backward, where they were measured.
+        arguments: (leaves without data, their spec) of an atom call, while a split is planned.
         random: Draws from the default generator.
         dynamic: Makes a shape that depends on values: nothing after it may be cut off.
         single: The only value of a result that is one tensor and has no side effects.
@@ -125,6 +129,9 @@ class Event:
     hooked: list[tuple[nn.Module, list[Any], Any]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     flops: int = 0
+    moved: int = 0
+    seconds: float | None = None
+    arguments: tuple[list[Any], Any] | None = None
     random: bool = False
     dynamic: bool = False
     single: Vid | None = None
@@ -157,6 +164,7 @@ class Trace:
 
     Attributes:
         step: Name of the step method.
+        operations_per_byte: What the device computes while it moves a byte.
         events: In the order of the run.
         meta: What every tracked value looks like.
         final_reads: Values the result of the step and `self.log` need.
@@ -176,6 +184,7 @@ class Trace:
     """
 
     step: str
+    operations_per_byte: float = 0.0
     events: list[Event] = field(default_factory=list)
     meta: dict[Vid, TensorMeta] = field(default_factory=dict)
     final_reads: set[Vid] = field(default_factory=set)
@@ -218,8 +227,22 @@ class Trace:
         return {name for event in self.events for name in event.params}
 
     def cost(self, event: Event) -> float:
-        """Work of one event: forward and backward flops, and two operations per parameter for the optimizer."""
-        return 3 * event.flops + 2 * sum(self.sizes[name] for name in event.params)
+        """Forward and backward of one event, in floating-point operations.
+
+        Measured times count as the operations that estimates give for them, so that both can be compared.
+        """
+        return self._estimate(event) if event.seconds is None else event.seconds * self._operations_per_second
+
+    def _estimate(self, event: Event) -> float:
+        """Operations, activations moved and gradients of weights written; a backward is about two forwards."""
+        moved = event.moved + _GRADIENT_BYTES * sum(self.sizes[name] for name in event.params)
+        return 3 * (event.flops + self.operations_per_byte * moved)
+
+    @cached_property
+    def _operations_per_second(self) -> float:
+        measured = [event for event in self.events if event.seconds is not None]
+        seconds = sum(event.seconds or 0.0 for event in measured)
+        return sum(map(self._estimate, measured)) / seconds if seconds else 0.0
 
     def live_bytes(self, cut: int) -> int:
         """Bytes that cross a stage boundary in front of event `cut`."""

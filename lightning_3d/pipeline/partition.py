@@ -10,6 +10,8 @@ from typing import NamedTuple
 from lightning_3d.errors import PipelineError, near
 from lightning_3d.pipeline.events import Event, Trace, Vid
 
+_LINK = 10.0  # a byte between stages costs as much as so many in memory
+
 
 class Window(NamedTuple):
     """Events `start <= n < stop` of a step, run by one stage."""
@@ -44,6 +46,11 @@ class Partition:
     def stages(self) -> int:
         return len(self.held)
 
+    def cost(self) -> list[float]:
+        """Work of every window."""
+        events = self.trace.events
+        return [sum(self.trace.cost(event) for event in events[w.start : w.stop]) for w in self.windows]
+
     def sends(self, window: int) -> dict[int, list[Vid]]:
         """Later window -> values that this window sends there."""
         return {w: owners[window] for w, owners in enumerate(self.receives) if window in owners}
@@ -60,11 +67,6 @@ class Partition:
                 found.setdefault(vid[0], []).append(vid)
             self._wanted[window] = found
         return self._wanted[window]
-
-    def cost(self) -> list[float]:
-        """Work of every window."""
-        events = self.trace.events
-        return [sum(self.trace.cost(event) for event in events[w.start : w.stop]) for w in self.windows]
 
     def plain(self) -> object:
         """What must be equal on all ranks of a replica."""
@@ -144,12 +146,19 @@ def automatic_starts(trace: Trace, parts: int) -> list[int]:
         stop = calls[last][0] if last < len(calls) else len(trace.events)
         before.append(before[-1] + sum(trace.cost(event) for event in trace.events[begin:stop]))
     crossing = [0.0, *(float(trace.live_bytes(calls[i][0])) for i in legal), 0.0]
-    chosen = smallest_maximum(before, crossing, parts)
+    chosen = smallest_maximum(before, crossing, parts, 2 * _LINK * trace.operations_per_byte)
     return [0, *(calls[points[i]][0] for i in chosen)]
 
 
-def smallest_maximum(before: list[float], crossing: list[float], parts: int) -> list[int]:
-    """Inner boundaries of the best contiguous partition; `before[i]` is the cost of everything before point i."""
+def smallest_maximum(before: list[float], crossing: list[float], parts: int, toll: float = 0.0) -> list[int]:
+    """Inner boundaries of the best contiguous partition.
+
+    Args:
+        before: Cost of everything before each point.
+        crossing: Bytes that cross a boundary at each point; they decide between equal partitions.
+        parts: How many parts.
+        toll: Cost of a byte for the parts on both sides of a boundary.
+    """
     end = len(before) - 1
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
     for k in range(1, parts + 1):
@@ -158,7 +167,8 @@ def smallest_maximum(before: list[float], crossing: list[float], parts: int) -> 
             for a in range(k - 1, b):
                 if (k - 1, a) in best:
                     largest, sent, cuts = best[k - 1, a]
-                    options.append((max(largest, before[b] - before[a]), sent + crossing[a], [*cuts, a]))
+                    work = before[b] - before[a] + toll * (crossing[a] + crossing[b])
+                    options.append((max(largest, work), sent + crossing[a], [*cuts, a]))
             if options:
                 best[k, b] = min(options, key=lambda option: option[:2])
     return best[parts, end][2][1:]

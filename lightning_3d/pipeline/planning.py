@@ -22,7 +22,7 @@ from lightning_3d.pipeline.partition import (
     windows_from_starts,
 )
 
-Split = Literal["auto"] | Sequence[str]
+Split = Literal["auto", "measured"] | Sequence[str]
 _AGAIN = 0.5
 
 
@@ -40,21 +40,23 @@ def make_plan(
     split: Split,
     tracer: Callable[[Mapping[str, nn.Module]], Trace],
     owners: Sequence[int] | None = None,
+    measure: Callable[[Trace, Mapping[str, nn.Module]], None] | None = None,
 ) -> Plan:
     """Find atoms, trace the step with them, and cut.
 
     Args:
         module: The root module.
         stages: Number of pipeline stages.
-        split: "auto", or the name of the first module of every window but the first.
+        split: "auto", "measured", or the name of the first module of every window but the first.
         tracer: Records the step with the given atoms.
         owners: Stage of every window; default: one window per stage.
+        measure: Puts measured times into a trace.
 
     Raises:
         PipelineError: Too few pieces, or wrong names.
     """
     owners = tuple(range(stages)) if owners is None else tuple(owners)
-    if split != "auto":
+    if not isinstance(split, str):
         names = list(split)
         check_split_names(names, module, len(owners))
         atoms = atoms_for_split(module, len(owners), names)
@@ -67,6 +69,8 @@ def make_plan(
         # one block called again and again (ALBERT): it is the piece, not its layers
         atoms = find_atoms(module, len(owners), closed=(block,))
         trace = tracer(atoms)
+    if split == "measured" and measure is not None:
+        measure(trace, atoms)
     return _placed(module, atoms, trace, automatic_starts(trace, len(owners)), stages, owners)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,15 +31,27 @@ _NO_FAKE_RUN = (
 )
 
 
-class RandomWatch(TorchDispatchMode):
-    """Notices whether anything inside draws from a default generator."""
+class OperationWatch(TorchDispatchMode):
+    """Notices whether anything inside draws from a default generator, and how many bytes are written."""
 
     hit = False
+    moved = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
             self.hit = True
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if not _makes_view(func):
+            for x in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(x, Tensor):
+                    self.moved += x.nbytes
+        return out
+
+
+@functools.cache
+def _makes_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 class AtomExecution:
@@ -56,7 +69,7 @@ class AtomExecution:
     ) -> None:
         self.owner, self.module, self._run, self._fakes, self._spec = owner, module, run, fakes, spec
         self.on_zeros = False
-        self.flops, self.random = 0, False
+        self.flops, self.random, self.moved = 0, False, 0
 
     def execute(self, name: str) -> None:
         try:
@@ -75,9 +88,9 @@ class AtomExecution:
         self.tree = tree_unflatten([copy_holder(x) if is_opaque(x) else x for x in inputs], self._spec)
         self.holders = [(h, slots(h) or []) for h in holders(self.tree)]
         args, kwargs = self.tree
-        with FlopCounterMode(display=False) as counter, RandomWatch() as watch, self._hooks_recorded() as self.taps:
+        with FlopCounterMode(display=False) as counter, OperationWatch() as watch, self._hooks_recorded() as self.taps:
             self.out = self._run(*args, **kwargs)
-        self.flops, self.random = counter.get_total_flops(), watch.hit
+        self.flops, self.random, self.moved = counter.get_total_flops(), watch.hit, watch.moved
 
     def _call_on_zeros(self) -> None:
         zeros = self.owner.filled(0)

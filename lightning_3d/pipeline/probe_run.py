@@ -31,9 +31,9 @@ from lightning_3d.pipeline.describe import describe
 from lightning_3d.pipeline.events import Event, Leaf, NoCut, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.execution import TRAINING, trained_loss
 from lightning_3d.pipeline.glue import Glue
-from lightning_3d.pipeline.holders import changed, has_tensor, holders, slots
+from lightning_3d.pipeline.holders import changed, copy_holder, has_tensor, holders, is_opaque, slots
 from lightning_3d.pipeline.phantom import Phantom, function_name
-from lightning_3d.pipeline.probe_atom import AtomExecution, RandomWatch, is_fake, versions_of
+from lightning_3d.pipeline.probe_atom import AtomExecution, OperationWatch, is_fake, versions_of
 from lightning_3d.pipeline.rng import Seeds, seed_torch
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, own_parameters
 
@@ -49,6 +49,7 @@ class TraceRun(Glue):
         device: The device of the parameters.
         seeds: Of the microbatch: local random events draw what they will draw in the run.
         memory: What equal atoms did in earlier traces.
+        keep_arguments: Events keep what atoms are called with, so that they can be called again.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class TraceRun(Glue):
         device: torch.device,
         seeds: Seeds,
         memory: AtomMemory | None = None,
+        keep_arguments: bool = False,
     ) -> None:
         super().__init__(module, atoms)
-        self._memory = memory
+        self._memory, self.keep_arguments = memory, keep_arguments
         self.trace, self.fakes, self.answers, self.device, self.seeds = trace, fakes, answers, device, seeds
         self._in_region = False
         self.buffers = {id(b): name for name, b in module.named_buffers()}
@@ -145,19 +147,19 @@ class TraceRun(Glue):
         versions = versions_of(fakes)
         fake_args, fake_kwargs = tree_unflatten(fakes, spec)
         try:
-            with self.fakes.mode, FlopCounterMode(display=False) as counter, RandomWatch() as watch:
+            with self.fakes.mode, FlopCounterMode(display=False) as counter, OperationWatch() as watch:
                 out = func(*fake_args, **fake_kwargs)
         except DataDependentOutputException:
             return self._read(func, event, leaves)
         except DynamicOutputShapeException:
             return self._dynamic(func, event, n, leaves, fakes, spec)
-        event.flops, event.random = counter.get_total_flops(), watch.hit
+        event.flops, event.random, event.moved = counter.get_total_flops(), watch.hit, watch.moved
         return describe(self, event, n, leaves, fakes, versions, (out, [], [], []))
 
     def _local(self, func: Any, args: Any, kwargs: Any, n: int, event: Event) -> Any:
         if not self._in_region:
             seed_torch(self.seeds.of_event(n), self.device)
-        with RandomWatch() as watch:
+        with OperationWatch() as watch:
             out = func(*args, **kwargs)
         event.random, event.looks = watch.hit, func in VALUE_READS
         if event.looks and isinstance(out, (bool, int)):
@@ -214,6 +216,8 @@ class TraceRun(Glue):
             self._touched_inside = set()
             before = _attributes(module)
             fakes = [self._fake(x) for x in leaves]
+            if self.keep_arguments:
+                event.arguments = ([copy_holder(x) if is_opaque(x) else x for x in fakes], spec)
             key = key_of(module, fakes, spec) if self._memory is not None else None
             known = self._memory.recall(name, key) if self._memory is not None else None
             if known is not None:
@@ -221,7 +225,7 @@ class TraceRun(Glue):
             execution = AtomExecution(self, module, run, fakes, spec)
             execution.execute(name)
             event.reads |= self._touched_inside
-            event.flops, event.random = execution.flops, execution.random
+            event.flops, event.random, event.moved = execution.flops, execution.random, execution.moved
             left = [
                 (key, x)
                 for key, x in _attributes(module).items()
@@ -255,7 +259,7 @@ class TraceRun(Glue):
     ) -> Any:
         """The result of an atom that is not probed, because an equal one was."""
         event.hooked = [(module.get_submodule(path), metas, spec) for path, metas, spec in known.hooked]
-        event.flops, event.random, event.spec = known.flops, known.random, known.spec
+        event.flops, event.moved, event.random, event.spec = known.flops, known.moved, known.random, known.spec
         for j, (kind, payload) in enumerate(known.leaves):
             if kind != "value":
                 event.leaves.append(Leaf(kind, payload))

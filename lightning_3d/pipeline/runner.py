@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.batch_tree import signature
 from lightning_3d.pipeline.changes import warn_of_changed_buffers
 from lightning_3d.pipeline.channels import Channels
+from lightning_3d.pipeline.costs import measure
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import TRAINING, Program
 from lightning_3d.pipeline.microbatch import split_with_sizes
@@ -55,7 +57,8 @@ class PipelineRunner:
         evaluation_microbatches: The same for validation, test and predict. One keeps the numbers of those steps what
             they are on one process (a perplexity is not the mean of its microbatches').
         tensor_group: Tensor-parallel group of the rewritten module, or None.
-        split: "auto", or the name of the first module of every window but the first.
+        split: "auto" (by estimated cost), "measured" (on this device), or the name of the first module of every window
+            but the first.
         seed: Base of all random numbers drawn inside steps.
         forward_context: Entered around every forward window (autocast), never around a backward.
         recorder: Called with (action, start, end) for every action, and with kind "wait" for every wait.
@@ -136,7 +139,8 @@ class PipelineRunner:
         def tracer(atoms: Any) -> Trace:
             return self._trace(step_name, first, atoms)
 
-        plan = make_plan(self.module, self.stages, self.split, tracer, owners)
+        timer = partial(measure, mesh=self.mesh)
+        plan = make_plan(self.module, self.stages, self.split, tracer, owners, timer)
         self._atom_memory.learn(plan.atoms)
         self._program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
         # batches differ between replicas; the placement of parameters must not
@@ -207,12 +211,15 @@ class PipelineRunner:
             seeds=seeds or Seeds(self.seed, 0, 0, self.mesh.at.dp),
             memory=self._atom_memory,
             looks=looks,
+            keep_arguments=self._held is None and self.split == "measured",
         )
 
     def _agreed(self, step_name: str, found: Trace) -> Partition:
         assert self._held is not None
         if step_name == TRAINING and self.num_microbatches > 1 and not self._warned:
             self._warned = warn_of_changed_buffers(self.module, found, self.num_microbatches)
+        for event in found.events:
+            event.arguments = None
         partition = cut(found, self._held, training=step_name == TRAINING)
         agree(f"the pipeline plan of {step_name}", partition.plain(), self.mesh.replica)
         return partition

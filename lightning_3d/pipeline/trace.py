@@ -24,6 +24,9 @@ from lightning_3d.pipeline.python_state import Looks, open_modules, plain_state,
 from lightning_3d.pipeline.rng import Seeds, window_randomness
 from lightning_3d.probe import Answers, FakeParameters, ModuleState, retry
 
+_OPERATIONS_PER_BYTE = {"cpu": 10.0}
+_ON_ACCELERATORS = 100.0  # 100 to 300 TFLOP/s reached, 2 to 3 TB/s
+
 
 def trace(
     module: nn.Module,
@@ -37,6 +40,7 @@ def trace(
     seeds: Seeds | None = None,
     memory: AtomMemory | None = None,
     looks: Looks | None = None,
+    keep_arguments: bool = False,
 ) -> Trace:
     """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
 
@@ -55,6 +59,7 @@ def trace(
         forward_context: Entered around the step (autocast).
         seeds: Of the microbatch, so that the trace takes the path the run will take; equal in a replica.
         memory: What equal atoms did in earlier traces; filled by this one.
+        keep_arguments: Events keep what atoms are called with.
         looks: Told when the step looks at the Trainer; indices `step` passes may tell it, too.
 
     Raises:
@@ -69,7 +74,7 @@ def trace(
 
     def once() -> Trace:
         looks.seen = False
-        run = partial(_run, module, atoms, step, name, device, forward_context, seeds, memory)
+        run = partial(_run, module, atoms, step, name, device, forward_context, seeds, memory, keep_arguments)
         with watching(module, looks):
             found = retry(run, (PipelineError,))
         found.looks_at_python, found.python_state = looks.seen, python_state
@@ -105,15 +110,16 @@ def _run(
     forward_context: Callable[[], AbstractContextManager[Any]],
     seeds: Seeds,
     memory: AtomMemory | None,
+    keep_arguments: bool,
     answers: Answers,
 ) -> Trace:
     """One run of the step with invented answers to value reads."""
-    result = Trace(name)
+    result = Trace(name, _OPERATIONS_PER_BYTE.get(device.type, _ON_ACCELERATORS))
     result.sizes = {n: _local_size(p) for n, p in module.named_parameters()}
     with FakeParameters(module, device, atoms.values()) as fakes, window_randomness(seeds, 0, device):
         before = _python_generators()
         with forward_context():
-            TraceRun(module, atoms, result, fakes, answers, device, seeds, memory).run(step)
+            TraceRun(module, atoms, result, fakes, answers, device, seeds, memory, keep_arguments).run(step)
         result.python_random = _python_generators() != before
     return result
 

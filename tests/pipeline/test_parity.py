@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import PipelineRunner, is_absent
-from lightning_3d.pipeline.microbatch import split, split_with_sizes
+from lightning_3d.pipeline.microbatch import split as split_batch
+from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.testing import preload, relative_error, run_distributed
 from tests.pipeline import reference
 from tests.pipeline.zoo import ZOO, Lift, batch_of, build
@@ -22,15 +23,19 @@ TOLERANCE = 1e-9
 
 
 def _part_of(batch: Any, replica: int, replicas: int) -> Any:
-    return split(batch, replicas)[replica]
+    return split_batch(batch, replicas)[replica]
 
 
-def compare(mesh: Mesh, name: str, *, samples: int, microbatches: int, schedule: Any) -> dict[str, Any]:
+def compare(
+    mesh: Mesh, name: str, *, samples: int, microbatches: int, schedule: Any, split: Any = "auto"
+) -> dict[str, Any]:
     """One train step of one model, checked on every rank."""
     dp = mesh.layout.dp
     module, plain = build(name), build(name)
     whole = batch_of(name, samples * dp)
-    runner = PipelineRunner(module, mesh, schedule=schedule, num_microbatches=microbatches, forward_context=Lift)
+    runner = PipelineRunner(
+        module, mesh, schedule=schedule, num_microbatches=microbatches, split=split, forward_context=Lift
+    )
     mine = _part_of(whole, mesh.at.dp, dp)
     runner.setup("training_step", mine)
     state = torch.get_rng_state()

@@ -63,3 +63,18 @@ def test_gradients_of_every_schedule_equal_one_process(pp: int) -> None:
         everything = results[0]["names"]
         assert sorted({n for r in results for n in r["held"]}) == sorted(everything), f"{label}: a parameter is lost"
         assert sorted(n for r in results for n in r["counted"]) == sorted(everything), f"{label}: counted once"
+
+
+def _split_rank(pp: int) -> list[dict[str, Any]]:
+    """Measured splits, and numbers of blocks that do not divide."""
+    mesh = Mesh(Layout(pp=pp), torch.device("cpu"))
+    out = []
+    for name, how in (("gpt5", "auto"), ("gpt7", "auto"), ("gpt7", "measured"), ("llama", "measured")):
+        schedule = TrainingSchedule("interleaved_1f1b", pp, 2)
+        out.append(compare(mesh, name, samples=8, microbatches=4, schedule=schedule, split=how))
+    return out
+
+
+def test_blocks_that_do_not_divide_and_measured_splits() -> None:
+    for rank in run_distributed(_split_rank, 2, 2, timeout=120):
+        assert all(result["gradient"] <= TOLERANCE for result in rank)

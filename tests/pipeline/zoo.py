@@ -386,10 +386,16 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 }
 
 
+EXTRA: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "gpt5": (lambda: GPT(depth=5), tokens),
+    "gpt7": (lambda: GPT(depth=7), tokens),
+}
+
+
 def build(make: str | Callable[[], nn.Module], seed: int = 0) -> Any:
     """The module in float64, the same every time, with biases and norms that are not trivial."""
     torch.manual_seed(seed)
-    module = (ZOO[make][0] if isinstance(make, str) else make)().double().train()
+    module = ({**ZOO, **EXTRA}[make][0] if isinstance(make, str) else make)().double().train()
     for parameter in module.parameters():
         if parameter.ndim < 2:
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -402,4 +408,4 @@ def build(make: str | Callable[[], nn.Module], seed: int = 0) -> Any:
 
 def batch_of(name: str, n: int, seed: int = 5) -> Any:
     torch.manual_seed(seed)
-    return ZOO[name][1](n)
+    return {**ZOO, **EXTRA}[name][1](n)
