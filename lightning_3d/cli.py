@@ -17,6 +17,7 @@ from lightning_3d.errors import ConfigurationError, near, not_yet
 from lightning_3d.layout import Layout
 from lightning_3d.observe import (
     ascii_timeline,
+    balance,
     bubble,
     draw_timeline,
     load_traces,
@@ -144,7 +145,7 @@ def _timeline(args: argparse.Namespace) -> int:
     traces = load_traces(args.folder)
     timeline = timeline_of(traces, args.step, args.loop)
     show(f"step {timeline.step} of {timeline.layout}, {1000 * timeline.seconds:.1f} ms")
-    show(ascii_timeline(timeline, args.width), str(bubble(timeline)))
+    show(ascii_timeline(timeline, args.width), str(bubble(timeline)), str(balance(traces, args.loop)))
     if args.picture is not None:
         show(f"drawn in {draw_timeline(timeline, args.picture)}")
     if args.chrome is not None:

@@ -1,4 +1,4 @@
-"""The strategy for modules of the `pytorch_lightning` package.
+"""The strategy and the callback for modules of the `pytorch_lightning` package.
 
 `pytorch_lightning` and `lightning.pytorch` are two copies of the same code with unrelated classes; a Trainer of one
 refuses a module or strategy of the other.
@@ -6,10 +6,12 @@ refuses a module or strategy of the other.
 
 from __future__ import annotations
 
+from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 
 from lightning_3d.launch import WholeWeights
+from lightning_3d.observe.callback import PipelineTimelineBase
 from lightning_3d.strategy import ThreeDStrategyBase
 
 
@@ -25,6 +27,10 @@ class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):  # type: ignore[misc]
 
     package = "pytorch_lightning"
     launcher_class = WholeWeightsLauncher
+
+
+class PipelineTimeline(PipelineTimelineBase, Callback):
+    """The same as `lightning_3d.PipelineTimeline`, for a Trainer of `pytorch_lightning`."""
 
 
 ThreeDStrategy.register_strategies(StrategyRegistry)

@@ -2,7 +2,10 @@
 
 from lightning_3d.observe.chrome import chrome_trace, save_chrome_trace
 from lightning_3d.observe.drawing import draw_losses, draw_timeline
+from lightning_3d.observe.idle import Bubble, bubble, ideal
+from lightning_3d.observe.imbalance import Balance, StageTime, balance
 from lightning_3d.observe.ledger import LedgerRow, ledger_rows, ledger_rows_table, ledger_table
+from lightning_3d.observe.pieces import windows_of
 from lightning_3d.observe.tables import (
     StageRow,
     TensorRow,
@@ -14,21 +17,24 @@ from lightning_3d.observe.tables import (
     stage_table,
     tensor_table,
 )
-from lightning_3d.observe.timeline import Bubble, Timeline, ascii_timeline, bubble, ideal, recorded_steps, timeline_of
+from lightning_3d.observe.timeline import Timeline, ascii_timeline, recorded_steps, timeline_of
 from lightning_3d.observe.trace import RankTrace, Span, StepTrace, TraceRecorder, load_traces, save_trace
 
 __all__ = [
+    "Balance",
     "Bubble",
     "LedgerRow",
     "RankTrace",
     "Span",
     "StageRow",
+    "StageTime",
     "StepTrace",
     "TensorRow",
     "Timeline",
     "TraceRecorder",
     "ascii_timeline",
     "axis_table",
+    "balance",
     "bubble",
     "chrome_trace",
     "draw_losses",
@@ -48,4 +54,5 @@ __all__ = [
     "stage_table",
     "tensor_table",
     "timeline_of",
+    "windows_of",
 ]

@@ -35,7 +35,7 @@ def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, Any]:
                         **place,
                         "ts": round(1e6 * (span.start - zero), 1),
                         "dur": round(1e6 * span.seconds, 1),
-                        "args": {"step": step.step, "loop": step.loop, "stage": span.stage},
+                        "args": {"step": step.step, "loop": step.loop, "stage": trace.stage, "window": span.stage},
                     }
                 )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

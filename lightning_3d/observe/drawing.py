@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.observe.timeline import Timeline, bubble, ideal
+from lightning_3d.observe.idle import bubble, ideal
+from lightning_3d.observe.timeline import Timeline
 
-_COLOUR = {"F": "#4477aa", "B": "#ee8866", "I": "#ee8866", "W": "#eecc66", "reduce": "#44aa99", "optimizer": "#bbbbbb"}
+_COLOUR = {"F": "#4477aa", "B": "#ee8866", "I": "#aa4488", "W": "#ccaa33", "reduce": "#44aa99", "optimizer": "#bbbbbb"}
 _NAME = {
     "F": "forward",
     "B": "backward",
-    "I": "backward (input)",
-    "W": "backward (weight)",
+    "I": "gradient of inputs",
+    "W": "gradient of weights",
     "reduce": "reduce over dp",
     "optimizer": "optimizer",
 }
+
+_SMALL: dict[str, Any] = {"fontsize": 7, "color": "#555555", "ha": "right", "va": "top"}
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, *, with_ideal: bool = True, note: str = "") -> Path:
@@ -25,7 +28,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, with_ideal: bool = Tr
     Args:
         timeline: The step.
         path: The file; its ending chooses the format.
-        with_ideal: Also draw the same order of actions with equal stages and free messages.
+        with_ideal: Also draw the same order of actions with equal windows and free messages.
         note: A line under the picture, e.g. how many ranks shared a core.
     """
     panels = [("measured", timeline), *([("ideal", ideal(timeline))] if with_ideal else [])]
@@ -41,8 +44,8 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, with_ideal: bool = Tr
     _legend(axes[0, 0], timeline)
     found = bubble(timeline)
     title = f"step {timeline.step}" + (f" of {timeline.layout}" if timeline.layout else "")
-    formula = f"(p-1)/(m+p-1) = {found.formula:.1%} with p={found.stages}, m={found.microbatches}"
-    figure.suptitle(f"{title}: bubble measured {found.mean:.1%}, {formula}", fontsize=12, x=0.02, ha="left")
+    figure.suptitle(f"{title}: bubble measured {found.mean:.1%}", fontsize=12, x=0.02, ha="left")
+    figure.text(0.98, 0.985, found.beside, fontsize=8, color="#555555", ha="right", va="top")
     if note:
         figure.text(0.02, 0.005, note, fontsize=8, color="#555555")
     figure.tight_layout(rect=(0, 0.02 if note else 0, 1, 0.99))
@@ -81,6 +84,7 @@ def draw_losses(
 
 def _draw_lanes(axis: Any, timeline: Timeline, seconds: float) -> None:
     for row, lane in enumerate(timeline.lanes):
+        windows = lane.windows
         for span in sorted(lane.spans, key=lambda s: s.start):
             if span.kind not in _COLOUR:
                 continue
@@ -89,13 +93,18 @@ def _draw_lanes(axis: Any, timeline: Timeline, seconds: float) -> None:
                 1000 * span.seconds,
                 left=1000 * span.start,
                 height=0.78,
-                color=_COLOUR[span.kind],
+                color=_shade(_COLOUR[span.kind], windows.index(span.stage), len(windows))
+                if span.stage in windows
+                else _COLOUR[span.kind],
                 edgecolor="white",
                 linewidth=0.6,
             )
             if span.microbatch >= 0 and span.seconds > seconds / 70:
                 middle = 500 * (span.start + span.end)
                 axis.text(middle, row, str(span.microbatch), ha="center", va="center", fontsize=8, color="white")
+    virtual = max(len(lane.windows) for lane in timeline.lanes)
+    if virtual > 1:
+        axis.text(1.0, -0.02, "lighter: later windows of a rank", transform=axis.transAxes, **_SMALL)
     several = len({(lane.dp, lane.tp) for lane in timeline.lanes}) > 1
     places = [f"dp {lane.dp} · tp {lane.tp} · " if several else "" for lane in timeline.lanes]
     labels = [
@@ -106,6 +115,13 @@ def _draw_lanes(axis: Any, timeline: Timeline, seconds: float) -> None:
     axis.set_xlim(0, 1000 * seconds)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def _shade(colour: str, window: int, windows: int) -> tuple[float, float, float]:
+    """The later a window of a rank, the lighter."""
+    white = 0.5 * window / max(1, windows - 1)
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return (red + white * (1 - red), green + white * (1 - green), blue + white * (1 - blue))
 
 
 def _legend(axis: Any, timeline: Timeline) -> None:

@@ -9,11 +9,11 @@ A `TraceRecorder` keeps the last steps of one rank in memory; nothing is communi
         ...
     recorder.end_step()
 
-The pipeline's runner calls the recorder itself: `recorder(action, start, end)`.
+The pipeline's runner calls the recorder itself: `recorder(action, start, end)`, with marks the recorder made.
 
-Times are those of the host's clock: on an accelerator an action ends when its kernels are *queued*, unless the recorder
-is given a `synchronize` function. Clocks of ranks on one machine are the same clock; between machines they agree as
-well as the machines' wall clocks do.
+Without a `DeviceClock` times are those of the host, and on an accelerator an action would end when its kernels are
+*queued*. With one, marks are events in the device's stream, and are read when the next step is recorded, or at the end.
+Clocks of ranks on one machine are the same clock; between machines they agree as well as the machines' wall clocks do.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.observe.device import DeviceClock
+from lightning_3d.observe.pieces import WindowPieces
 
 FORMAT = "lightning_3d.trace"
 VERSION = 1
@@ -50,7 +52,11 @@ class Action(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """One action of one rank, from `start` to `end` (seconds of the shared clock); `microbatch` -1: of none."""
+    """One action of one rank, from `start` to `end` (seconds of the shared clock); `microbatch` -1: of none.
+
+    `stage` is the number of the window of the chain, as in an action of the pipeline: with one window per rank that is
+    the stage; with several, the `Lane` tells the stage.
+    """
 
     kind: str
     microbatch: int
@@ -74,7 +80,7 @@ class StepTrace:
 
 @dataclass
 class RankTrace:
-    """The recorded steps of one rank, and where the rank stands in the mesh."""
+    """The recorded steps of one rank, where the rank stands in the mesh, and what lies in the windows (if known)."""
 
     rank: int
     stage: int
@@ -82,6 +88,7 @@ class RankTrace:
     tp: int = 0
     layout: str = ""
     steps: list[StepTrace] = field(default_factory=list)
+    windows: tuple[WindowPieces, ...] = ()
 
     def step(self, number: int, loop: str = "train") -> StepTrace | None:
         """The recorded step with this number, or None."""
@@ -97,6 +104,7 @@ class RankTrace:
             "dp": self.dp,
             "tp": self.tp,
             "layout": self.layout,
+            "windows": [window.to_data() for window in self.windows],
             "steps": [
                 {
                     "step": s.step,
@@ -120,7 +128,8 @@ class RankTrace:
                 f"version {data.get('version')!r}. Record it again with record_timeline=True."
             )
         steps = [StepTrace(s["step"], s["loop"], [Span(*a) for a in s["spans"]]) for s in data["steps"]]
-        return cls(data["rank"], data["stage"], data["dp"], data["tp"], data["layout"], steps)
+        windows = tuple(WindowPieces.from_data(w) for w in data.get("windows", ()))
+        return cls(data["rank"], data["stage"], data["dp"], data["tp"], data["layout"], steps, windows)
 
 
 class TraceRecorder:
@@ -135,6 +144,11 @@ class TraceRecorder:
         capacity: Steps to keep; older ones are forgotten.
         synchronize: Called before each reading of the clock in `span`, e.g. `torch.cuda.synchronize`. It makes times
             on an accelerator exact and the run slower.
+        clock: Gives the marks on an accelerator; it waits for the device once per recorded step.
+        wanted: Which steps to record, by number; None: all.
+
+    Attributes:
+        windows: What lies in the pipeline's windows, to be kept with the trace.
     """
 
     def __init__(
@@ -147,33 +161,66 @@ class TraceRecorder:
         layout: str = "",
         capacity: int = 64,
         synchronize: Callable[[], None] | None = None,
+        clock: DeviceClock | None = None,
+        wanted: Callable[[int], bool] | None = None,
     ) -> None:
         if capacity < 1:
             raise ConfigurationError(f"capacity is {capacity}; a recorder must keep at least 1 step.")
         self.rank, self.stage, self.dp, self.tp, self.layout = rank, stage, dp, tp, layout
         self._steps: deque[StepTrace] = deque(maxlen=capacity)
+        self.windows: tuple[WindowPieces, ...] = ()
+        self.wanted = wanted
         self._open: StepTrace | None = None
-        self._synchronize = synchronize
+        self._opened = False
+        self._clock, self._synchronize = clock, synchronize
+        self._unread: list[tuple[StepTrace, str, int, int, Any, Any, Any]] = []
         # monotonic never jumps and is one clock on a machine; wall-clock time is the common zero of several
         self._zero = time.time() - time.monotonic()
 
-    def __call__(self, action: Action, start: float, end: float) -> None:
-        """Add one finished action of the pipeline's runner; `start` and `end` are `time.monotonic()`."""
-        self.record(action.kind, action.microbatch, action.stage, start + self._zero, end + self._zero)
+    def __call__(self, action: Action, start: Any, end: Any) -> None:
+        """Add one finished action of the pipeline's runner; `start` and `end` come from `mark()`."""
+        self.add(action.kind, action.microbatch, action.stage, start, end)
+
+    def mark(self) -> Any:
+        """This moment: `time.monotonic()`, or an event of the device."""
+        return time.monotonic() if self._clock is None or self._open is None else self._clock.mark()
+
+    def add(self, kind: str, microbatch: int, stage: int, start: Any, end: Any) -> None:
+        """Add one finished action between two marks. Outside of a step nothing is kept."""
+        if self._open is None:
+            return
+        if self._clock is None:
+            self.record(kind, microbatch, stage, start + self._zero, end + self._zero)
+        else:
+            self._unread.append((self._open, kind, microbatch, stage, start, end, self._clock.zero()))
 
     def now(self) -> float:
         """Seconds of the shared clock."""
         return time.monotonic() + self._zero
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a step is open that is kept."""
+        return self._open is not None
+
     def begin_step(self, step: int, loop: str = "train") -> None:
         """Open a step; actions recorded until `end_step` belong to it. A step that failed half-way is dropped."""
+        self._opened = True
+        self._open = None
+        if self.wanted is not None and not self.wanted(step):
+            return
+        if self._clock is not None:
+            self._clock.begin()
+            self._read_marks()  # the device has passed them all
         self._open = StepTrace(step, loop)
 
     def end_step(self) -> None:
-        """Close the step and keep it."""
-        assert self._open is not None, "end_step without begin_step"
-        self._steps.append(self._open)
-        self._open = None
+        """Close the step and keep it, if it is wanted."""
+        assert self._opened, "end_step without begin_step"
+        self._opened = False
+        if self._open is not None:
+            self._steps.append(self._open)
+            self._open = None
 
     def record(self, kind: str, microbatch: int, stage: int, start: float, end: float) -> None:
         """Add one finished action; `start` and `end` come from `now()`. Outside of a step nothing is kept."""
@@ -191,7 +238,19 @@ class TraceRecorder:
 
     def trace(self) -> RankTrace:
         """What is kept so far."""
-        return RankTrace(self.rank, self.stage, self.dp, self.tp, self.layout, list(self._steps))
+        self._read_marks()
+        return RankTrace(self.rank, self.stage, self.dp, self.tp, self.layout, list(self._steps), self.windows)
+
+    def last(self) -> StepTrace | None:
+        """The last step that is kept."""
+        self._read_marks()
+        return self._steps[-1] if self._steps else None
+
+    def _read_marks(self) -> None:
+        unread, self._unread = self._unread, []
+        for step, kind, microbatch, stage, start, end, zero in unread:
+            begin, stop = (DeviceClock.seconds(mark, zero) + self._zero for mark in (start, end))
+            step.spans.append(Span(kind, microbatch, stage, begin, stop))
 
     def _read(self) -> float:
         if self._synchronize is not None:
@@ -222,7 +281,8 @@ def load_traces(folder: str | Path) -> list[RankTrace]:
     files = sorted(Path(folder).glob("trace_rank*.json"))
     if not files:
         raise ConfigurationError(
-            f"no trace_rank*.json in {str(folder)!r}. Train with ThreeDStrategy(record_timeline=True) and save each "
-            "rank's recorder with lightning_3d.observe.save_trace(strategy.recorder, folder)."
+            f"no trace_rank*.json in {str(folder)!r}. Train with Trainer(callbacks=[lightning_3d.PipelineTimeline()]), "
+            "which writes them; or with ThreeDStrategy(record_timeline=True), and save each rank's recorder with "
+            "lightning_3d.observe.save_trace(strategy.recorder, folder)."
         )
     return [RankTrace.from_data(json.loads(file.read_text())) for file in files]

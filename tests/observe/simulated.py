@@ -1,8 +1,12 @@
-"""Traces of a simulated 1F1B or GPipe run, for the tests of this folder."""
+"""Traces of simulated runs, for the tests of this folder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_3d.observe import RankTrace, Span, StepTrace
+from lightning_3d.pipeline.schedule import placement, schedule_lists
+from lightning_3d.pipeline.timing import parts, simulate
 
 
 def order(p: int, m: int, stage: int, schedule: str) -> list[tuple[str, int]]:
@@ -42,7 +46,27 @@ def traces(
                 spans[s].append(Span(kind, i, s, zero + start, zero + free[s]))
                 queues[s].pop(0)
     return [
-        RankTrace(d * p + s, s, d, 0, "test", [StepTrace(3, "train", list(spans[s]))])
+        RankTrace(d * p + s, s, d, 0, f"pp{p}-{schedule}", [StepTrace(3, "train", list(spans[s]))])
         for d in range(dp)
         for s in range(p)
     ]
+
+
+def played(
+    name: str,
+    p: int,
+    m: int,
+    virtual: int = 1,
+    order: str = "looped",
+    durations: Callable[..., float] | None = None,
+) -> list[RankTrace]:
+    """Traces of any schedule; `durations(kind, window)` in seconds."""
+    layout = f"pp{p}-{name}" + (f"-v{virtual}" if virtual > 1 and name != "zb_v" else "")
+    layout += "" if order == "looped" else f"-{order}"
+    lists = schedule_lists(name, p, m, virtual, order)
+    timing = simulate(lists, placement(name, p, virtual, order), durations or parts())
+    out = []
+    for rank in range(p):
+        spans = [Span(*action, 10 + start, 10 + end) for _, action, start, end in timing.of_rank(rank)]
+        out.append(RankTrace(rank, rank, layout=layout, steps=[StepTrace(0, spans=spans)]))
+    return out

@@ -20,7 +20,8 @@ from lightning_3d.observe import (
     save_chrome_trace,
     timeline_of,
 )
-from tests.observe.simulated import traces
+from lightning_3d.pipeline.timing import formula_bubble, parts
+from tests.observe.simulated import played, traces
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -31,6 +32,53 @@ def test_equal_stages_give_the_bubble_of_the_formula(schedule: str, p: int, m: i
     assert found.formula == pytest.approx((p - 1) / (m + p - 1))
     assert found.mean == pytest.approx(found.formula, abs=1e-9)
     assert found.per_stage == pytest.approx([found.formula] * p)
+
+
+ALL = [
+    ("gpipe", 1, "looped"),
+    ("1f1b", 1, "looped"),
+    ("interleaved_1f1b", 2, "looped"),
+    ("interleaved_1f1b", 3, "looped"),
+    ("interleaved_1f1b", 2, "contiguous"),
+    ("zb_h1", 1, "looped"),
+    ("zb_v", 2, "looped"),
+]
+
+
+@pytest.mark.parametrize(("name", "virtual", "order"), ALL)
+@pytest.mark.parametrize("split", [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5)])
+def test_every_schedule_has_its_own_formula(name: str, virtual: int, order: str, split: tuple[float, ...]) -> None:
+    timeline = timeline_of(played(name, 4, 8, virtual, order, parts(*split)))
+    found = bubble(timeline)
+    assert (found.stages, found.microbatches, found.virtual) == (4, 8, virtual)
+    assert found.mean == pytest.approx(found.formula, abs=1e-9)
+    if order == "looped":
+        assert found.formula == pytest.approx(formula_bubble(name, 4, 8, virtual, split))  # type: ignore[arg-type]
+    assert ideal(timeline).seconds == pytest.approx(timeline.seconds)
+
+
+def test_the_formula_in_words() -> None:
+    assert bubble(timeline_of(played("1f1b", 2, 4))).beside == "(p-1)/(m+p-1) = 0.200 for p=2, m=4"
+    found = bubble(timeline_of(played("interleaved_1f1b", 2, 4, 2)))
+    assert found.beside == "(p-1)/(vm+p-1) = 0.111 for p=2, m=4, v=2"
+    assert "(F+I-W)" in bubble(timeline_of(played("zb_h1", 2, 4))).beside
+    assert "played through" in bubble(timeline_of(played("zb_v", 2, 4, 2))).beside
+
+
+def test_a_step_that_is_not_the_schedules_has_no_formula() -> None:
+    own = [replace(trace, layout="pp2-my_schedule.txt") for trace in played("1f1b", 2, 4)]
+    assert bubble(timeline_of(own)).formula is None
+    assert "no formula is known" in str(bubble(timeline_of(own)))
+    again = [replace(trace, layout="pp2-1f1b") for trace in played("interleaved_1f1b", 2, 4, 2)]
+    assert "other windows than the schedule's" in str(bubble(timeline_of(again)))
+
+
+def test_ascii_tells_the_windows_of_a_rank_apart() -> None:
+    text = ascii_timeline(timeline_of(played("zb_v", 2, 3, 2)), width=100)
+    assert {"F0", "f0", "I2", "i2", "W2", "w2"} <= set(re.findall(r"[FIWfiw]\d", text))
+    assert "small: second window" in text
+    assert "B backward" not in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_delay_makes_the_bubble_larger_and_ideal_removes_it() -> None:
@@ -110,6 +158,8 @@ def test_pictures_are_written(tmp_path) -> None:
     png = draw_timeline(timeline_of(traces(2, 4)), tmp_path / "deep" / "pipeline.png", note="simulated")
     svg = draw_timeline(timeline_of(traces(2, 4)), tmp_path / "pipeline.svg", with_ideal=False)
     loss = draw_losses({"a": [(0, 5.0), (1, 4.0)]}, tmp_path / "loss.png", points={"val": [(1, 4.5)]}, title="t")
+    several = draw_timeline(timeline_of(played("zb_v", 2, 3, 2)), tmp_path / "several.svg")
+    assert "<svg" in several.read_text()
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "bubble" in svg.read_text() or "<svg" in svg.read_text()
     assert loss.stat().st_size > 1000

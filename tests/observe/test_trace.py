@@ -8,6 +8,8 @@ import pytest
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.observe import RankTrace, TraceRecorder, load_traces, save_trace
+from lightning_3d.observe.device import DeviceClock
+from lightning_3d.observe.pieces import Piece, WindowPieces
 
 
 class Action(NamedTuple):
@@ -101,7 +103,7 @@ def test_files_of_all_ranks_round_trip_in_order_of_rank(tmp_path) -> None:
 
 
 def test_missing_and_foreign_files_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigurationError, match="record_timeline=True"):
+    with pytest.raises(ConfigurationError, match="PipelineTimeline"):
         load_traces(tmp_path)
     (tmp_path / "trace_rank00000.json").write_text(json.dumps({"traceEvents": []}))
     with pytest.raises(ConfigurationError, match="version 1: found format None"):
@@ -111,3 +113,59 @@ def test_missing_and_foreign_files_are_refused(tmp_path) -> None:
 def test_a_recorder_keeps_at_least_one_step() -> None:
     with pytest.raises(ConfigurationError, match="capacity is 0"):
         TraceRecorder(capacity=0)
+
+
+class Clock:
+    """Events of a device that is half a second behind the host; `now` is the device's time."""
+
+    now = 0.0
+
+    class Event:
+        def record(self) -> None:
+            self.at = Clock.now
+
+        def synchronize(self) -> None:
+            return None
+
+        def elapsed_time(self, later: Clock.Event) -> float:
+            return 1000 * (later.at - self.at)
+
+
+def test_times_on_an_accelerator_are_those_of_its_events() -> None:
+    recorder = TraceRecorder(clock=DeviceClock(Clock.Event))
+    for step in (0, 1):
+        recorder.begin_step(step)
+        Clock.now += 0.5
+        start = recorder.mark()
+        Clock.now += 2.0  # the device computes; the host has long gone on
+        recorder(Action("F", 0, 0), start, recorder.mark())
+        recorder.end_step()
+    first, second = recorder.trace().steps
+    assert [(s.kind, s.seconds) for s in first.spans] == [("F", pytest.approx(2.0))]
+    assert second.spans[0].seconds == pytest.approx(2.0)
+    assert abs(first.spans[0].start - time.time()) < 5
+    assert recorder.last() == second
+
+
+def test_only_wanted_steps_are_kept_and_cost_no_events() -> None:
+    made: list[int] = []
+
+    def make() -> Clock.Event:
+        made.append(1)
+        return Clock.Event()
+
+    recorder = TraceRecorder(clock=DeviceClock(make), wanted=lambda step: step == 2)
+    for step in range(4):
+        recorder.begin_step(step)
+        before = len(made)
+        recorder(Action("F", 0, 0), recorder.mark(), recorder.mark())
+        assert (len(made) > before) == (step == 2) == recorder.is_recording
+        recorder.end_step()
+    assert [(s.step, len(s.spans)) for s in recorder.trace().steps] == [(2, 1)]
+
+
+def test_windows_travel_with_the_trace(tmp_path) -> None:
+    recorder = TraceRecorder()
+    recorder.windows = (WindowPieces(0, (Piece("layers.0", 3.0, False), Piece("layers.1", 2.0, True))),)
+    save_trace(recorder, tmp_path)
+    assert load_traces(tmp_path)[0].windows == recorder.windows
