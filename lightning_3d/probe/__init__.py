@@ -3,6 +3,7 @@
 from lightning_3d.probe.agree import agree
 from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
+from lightning_3d.probe.python_state import PythonState, common_state, python_state
 from lightning_3d.probe.reads import VALUE_READS, Answers, retry
 from lightning_3d.probe.shared_patch import SharedPatch
 from lightning_3d.probe.short import shorter_batches
@@ -14,13 +15,16 @@ __all__ = [
     "Answers",
     "FakeParameters",
     "ModuleState",
+    "PythonState",
     "SharedPatch",
     "agree",
     "call_step",
+    "common_state",
     "intercept_functions",
     "metrics_alone",
     "own_parameters",
     "probe_arguments",
+    "python_state",
     "retry",
     "shorter_batches",
 ]

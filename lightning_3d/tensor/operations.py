@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_3d.probe import FakeParameters, intercept_functions, own_parameters, retry
+from lightning_3d.probe import FakeParameters, PythonState, intercept_functions, own_parameters, retry
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.facts import Facts
 from lightning_3d.tensor.follow import Beliefs, Follow
@@ -159,16 +159,16 @@ def operations_of(module: nn.Module, plan: TensorPlan, step: Step) -> Operations
     device = next((p.device for p in own_parameters(module) if not p.is_meta), torch.device("cpu"))
     on_meta = any(p.is_meta for p in own_parameters(module))
     try:
-        with untouched(module), quiet_failures(), FakeParameters(module, device) as fakes:
-            return _follow(module, plan, step, fakes.names)
+        with untouched(module) as start, quiet_failures(), FakeParameters(module, device) as fakes:
+            return _follow(module, plan, step, fakes.names, start)
     except Exception:
         if on_meta or not plan.used_values:
             raise
-    with untouched(module):
-        return _follow(module, plan, step, {id(p): n for n, p in module.named_parameters()})
+    with untouched(module) as start:
+        return _follow(module, plan, step, {id(p): n for n, p in module.named_parameters()}, start)
 
 
-def _follow(module: nn.Module, plan: TensorPlan, step: Step, names: dict[int, str]) -> Operations:
+def _follow(module: nn.Module, plan: TensorPlan, step: Step, names: dict[int, str], start: PythonState) -> Operations:
     facts = Facts(dict(module.named_parameters(remove_duplicate=False)), dict(plan.patterns))
     facts.shapes = dict(plan.shapes)
     beliefs = Beliefs()
@@ -177,6 +177,7 @@ def _follow(module: nn.Module, plan: TensorPlan, step: Step, names: dict[int, st
 
     def once(answers: Any) -> None:
         found.kinds.clear()
+        start.restore()
         group = dry_group(plan.size, sequence_dim=-2 if plan.sequence else None)
         follow = Follow(facts, beliefs, names, group, 0, answers)
         follow.observe = found

@@ -94,8 +94,9 @@ def plan_tensor_parallel(
 def _run(search: Search, module: nn.Module, facts: Facts, device: torch.device) -> TensorPlan:
     """With fake parameters; if the step needs values (or torch cannot follow it without), with the real ones."""
     try:
-        with untouched(module), quiet_failures(), FakeParameters(module, device) as fakes:
-            return search.settle({i: facts.key_of[id(facts.names[name])] for i, name in fakes.names.items()})
+        with untouched(module) as start, quiet_failures(), FakeParameters(module, device) as fakes:
+            names = {i: facts.key_of[id(facts.names[name])] for i, name in fakes.names.items()}
+            return search.settle(names, start)
     except TensorPlanError:
         raise
     except Exception as error:
@@ -108,8 +109,8 @@ def _run(search: Search, module: nn.Module, facts: Facts, device: torch.device) 
         if meta is not None:
             raise
     # outside of the handler: if the step fails with real parameters too, that is the error the user should see
-    with untouched(module):
-        plan = search.settle({id(p): facts.key_of[id(p)] for p in facts.names.values()})
+    with untouched(module) as start:
+        plan = search.settle({id(p): facts.key_of[id(p)] for p in facts.names.values()}, start)
     plan.used_values = True
     return plan
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.probe import Answers, ModuleState, intercept_functions, retry
+from lightning_3d.probe import Answers, ModuleState, PythonState, intercept_functions, retry
 from lightning_3d.tensor.decisions import Decision, TensorPlan
 from lightning_3d.tensor.facts import Facts
 from lightning_3d.tensor.follow import Again, Beliefs, Follow, Refuted
@@ -76,11 +76,12 @@ class Search:
                 self.beliefs.replicated[key] = f"demanded by {facts.demanded_by[key]!r}"
 
     # ------------------------------------------------------------ runs
-    def settle(self, names: dict[int, str]) -> TensorPlan:
+    def settle(self, names: dict[int, str], start: PythonState) -> TensorPlan:
         """Follow until nothing is refuted.
 
         Args:
             names: `id` of the parameters that are in place now -> key.
+            start: The Python state every run begins with.
         """
         state = ModuleState(self.module)
         while True:
@@ -89,7 +90,7 @@ class Search:
             self.group.conversions = 0
             self.delivered.clear()
             try:
-                retry(lambda answers: self._once(names, answers), FATAL)
+                retry(lambda answers: self._once(names, start, answers), FATAL)
                 self._check_ends()
             except Again:
                 pinned = dict(self.follow.decisions)
@@ -107,8 +108,9 @@ class Search:
                 state.restore()
             return self._plan()
 
-    def _once(self, names: dict[int, str], answers: Answers) -> None:
+    def _once(self, names: dict[int, str], start: PythonState, answers: Answers) -> None:
         """One run of the user's step."""
+        start.restore()
         self.follow = Follow(self.facts, self.beliefs, names, self.group, self.smallest_vocabulary, answers)
         with warnings.catch_warnings(), intercept_functions(function_guard, 1), self.follow:
             warnings.simplefilter("ignore")

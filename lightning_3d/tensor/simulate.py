@@ -1,7 +1,8 @@
 """WHAT would all ranks compute?  Tensor-parallel ranks as threads of one process, for proofs and tests.
 
-Only one rank runs at a time (a baton goes round at every collective), and each has its own random state, so a
-simulation is deterministic and user code that draws random numbers draws the same ones on every rank.
+Only one rank runs at a time (a baton goes round at every collective), and each has its own random state (and its own
+copy of whatever Python state the models share), so a simulation is deterministic and user code that draws random
+numbers draws the same ones on every rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_3d.comm import DONE, Communicator, Ledger, Pending, PendingShard, Reduction
 from lightning_3d.errors import ParityError
+from lightning_3d.probe import common_state
 
 T = TypeVar("T")
 
@@ -49,7 +51,7 @@ class ThreadCommunicator(Communicator):
         """Everybody's value; ends this rank's turn until all ranks are here."""
         meeting = self._meeting
         meeting.slots[self.rank] = value
-        states = _random_states()
+        put_back = common_state()
         meeting.baton.release()
         try:
             meeting.barrier.wait(meeting.timeout)
@@ -57,7 +59,7 @@ class ThreadCommunicator(Communicator):
             meeting.barrier.wait(meeting.timeout)
         finally:
             meeting.baton.acquire()
-            _set_random_states(states)
+            put_back()
         return everybody
 
     def _tensors(self, op: str, tensor: Tensor, counted: Tensor | None = None) -> list[Tensor]:
@@ -103,7 +105,7 @@ class ThreadCommunicator(Communicator):
 def run_simulated(size: int, body: Callable[[ThreadCommunicator], T], timeout: float = 60.0) -> list[T]:
     """`body(communicator)` on `size` simulated ranks; their results in order of rank.
 
-    Every rank starts from the caller's random state, which is put back at the end.
+    Every rank starts from the caller's Python state, which is put back at the end.
 
     Raises:
         Exception: What the first failing rank raised; the others are released.
@@ -112,11 +114,11 @@ def run_simulated(size: int, body: Callable[[ThreadCommunicator], T], timeout: f
     meeting = ring[0]._meeting
     results: dict[int, T] = {}
     errors: list[BaseException] = []
-    states = _random_states()
+    begin = common_state()
 
     def run(comm: ThreadCommunicator) -> None:
         with meeting.baton:
-            _set_random_states(states)
+            begin()
             try:
                 results[comm.rank] = body(comm)
             except BaseException as error:
@@ -128,7 +130,7 @@ def run_simulated(size: int, body: Callable[[ThreadCommunicator], T], timeout: f
         thread.start()
     for thread in threads:
         thread.join()
-    _set_random_states(states)
+    begin()
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return [results[rank] for rank in range(size)]
@@ -149,16 +151,3 @@ def must_run(what: str, size: int, body: Callable[[ThreadCommunicator], T]) -> l
         return run_simulated(size, body)
     except Exception as error:
         raise ParityError(f"{what} {size} tensor-parallel ranks: {type(error).__name__}: {error}") from error
-
-
-def _random_states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-def _set_random_states(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])

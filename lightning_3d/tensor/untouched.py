@@ -9,19 +9,27 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.probe import ModuleState
+from lightning_3d.probe import ModuleState, PythonState, python_state
 from lightning_3d.tensor.replica import optimization_untouched, silence_logging
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Module state, buffers and random state as before; a LightningModule's `log` does nothing meanwhile."""
+def untouched(module: nn.Module) -> Iterator[PythonState]:
+    """Module state, buffers and Python state as before; a LightningModule's `log` does nothing meanwhile.
+
+    What it gives begins again: `restore()` before every run makes all runs draw the same random numbers.
+    """
+    with python_state(module) as start, _modules_untouched(module):
+        yield start
+
+
+@contextmanager
+def _modules_untouched(module: nn.Module) -> Iterator[None]:
     state = ModuleState(module)
     buffers: list[tuple[Tensor, int, Tensor]] = [
         (b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_meta and not b.is_inference()
     ]
-    devices = {t.device.index for t in (*module.buffers(), *module.parameters()) if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(i for i in devices if i is not None)), optimization_untouched(module):
+    with optimization_untouched(module):
         silence_logging(module)
         try:
             yield

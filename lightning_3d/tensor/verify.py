@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.comm import Ledger
 from lightning_3d.errors import ParityError, TensorPlanError
-from lightning_3d.probe import intercept_functions
+from lightning_3d.probe import intercept_functions, python_state
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.exact import Exactly, experiment, relative_difference
 from lightning_3d.tensor.functions import function_guard
@@ -123,13 +123,14 @@ def verify_tensor_plan(
     Memory: about (2 + plan.size * (1 - sharded fraction) + sharded fraction) float64 copies of the model.
     Collectives: none (ranks are simulated).
     """
-    with experiment(seed), optimization_untouched(module):
+    with experiment(seed), python_state(module) as start, optimization_untouched(module):
         original = exact_copy(module)
         redraw(original, seed)
         copies = [_rewritten(original, plan, comm) for comm in ThreadCommunicator.ring(plan.size)]
         with Exactly():
             torch.manual_seed(seed)
             losses = _run(original, step)
+        start.restore()  # the ranks find what the original found
 
         def body(comm: ThreadCommunicator) -> tuple[list[Tensor], TensorGroup]:
             model, group = copies[comm.rank]

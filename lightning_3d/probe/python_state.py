@@ -1,0 +1,430 @@
+"""WHAT of Python can a step change?  Random generators, iterators, counters: found, put back, equal for all that run.
+
+A step that is followed or proved before training must not be noticed by the training: ranks that drew another number
+of random numbers take other paths. Found are torch's, Python's and numpy's global generators, and what is reachable
+from the module's attributes and from the globals, closures and defaults of its code: generators, iterators, plain
+objects, containers, class attributes, small arrays and tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+import sys
+import threading
+import types
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.probe.reach import (
+    ATOMS,
+    FUNCTIONS,
+    contents_of,
+    globals_of,
+    held_attributes,
+    held_slots,
+    home,
+    is_array,
+    is_installed,
+    is_iterator,
+    is_library,
+    is_open,
+    is_random,
+    items_of,
+    parts_of,
+)
+
+_LARGE = 1000  # a table of that size is data: put back, but not looked into
+_BYTES = 2**24  # arrays and tensors up to that size are copied
+_MOST = 200_000
+_SEQUENCES: tuple[Any, ...] = ([], (), "", range(0), range(2**70))
+_COPYABLE: tuple[Any, ...] = (itertools.count, *(type(iter(x)) for x in _SEQUENCES))
+_MUTABLE = (dict, list, set, deque)
+
+Undo = Callable[[], None]
+Saver = Callable[[], Undo]
+"""Takes down a state; what it returns puts it back."""
+
+
+class Replayed:
+    """An iterator that can be rewound: it keeps what it has taken from the iterator it stands for.
+
+    Copies of it (a copy of the model has one) read the same items, each from its own place.
+    """
+
+    def __init__(self, source: Iterator[Any], taken: list[Any] | None = None, at: int = 0) -> None:
+        self._source, self._taken, self.at = source, [] if taken is None else taken, at
+
+    def __iter__(self) -> Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self._taken):
+            self._taken.append(next(self._source))
+        self.at += 1
+        return self._taken[self.at - 1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replayed:
+        return Replayed(self._source, self._taken, self.at)
+
+    __copy__ = lambda self: self.__deepcopy__({})  # noqa: E731
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_source"), name)
+
+    def finish(self, pristine: Any) -> Any:
+        """What takes its place after the experiment: an iterator like the original one, where there can be one."""
+        if not self._taken:
+            return self._source
+        self.at = 0
+        return self if pristine is None else pristine
+
+
+def random_savers() -> list[Saver]:
+    """Of the global generators: torch's on all devices in use, Python's, numpy's."""
+    found = [_of_random(torch.default_generator), _of_random(random._inst)]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found += [_of_random(g) for g in torch.cuda.default_generators]
+    numpy = sys.modules.get("numpy")
+    return found if numpy is None else [*found, _of_random(numpy.random.mtrand._rand)]
+
+
+def _of_random(source: Any) -> Saver:
+    if isinstance(source, random.SystemRandom):
+        return lambda: lambda: None
+    if isinstance(source, random.Random):
+        return lambda: _later(source.setstate, source.getstate())
+    if isinstance(source, torch.Generator):
+        return lambda: _later(source.set_state, source.get_state())
+    if hasattr(source, "bit_generator"):
+        source = source.bit_generator
+    if hasattr(source, "get_state"):
+        return lambda: _later(source.set_state, source.get_state(legacy=False))
+    return lambda: _later(lambda state: setattr(source, "state", state), source.state)
+
+
+def _later(put: Callable[[Any], Any], state: Any) -> Undo:
+    return lambda: put(state)
+
+
+class PythonState:
+    """The Python state a module's code may change, as it is now.
+
+    Args:
+        module: Its attributes, and what its code names, are looked through.
+        counters: Not only generators and iterators: also plain objects, containers, class attributes, ... The
+            attributes of the modules themselves are `ModuleState`'s.
+    """
+
+    def __init__(self, module: nn.Module, counters: bool = True) -> None:
+        self._package = home(type(module)) if not is_library(type(module)) else ""
+        self._counters = counters
+        self._seen: dict[Any, Any] = {}
+        self._savers: list[Saver] = random_savers()
+        self._iterators: dict[int, tuple[Any, list[Callable[[Any], None]]]] = {}
+        self._todo: deque[Any] = deque()
+        for child in module.modules():
+            self._seen[id(child)] = child
+            self._hold(child.__dict__, held_attributes(child) or {})
+            self._add(type(child))
+        while self._todo and len(self._seen) < _MOST:
+            self._look(self._todo.popleft())
+        self._streams = {key: (Replayed(it), _copied(it)) for key, (it, _) in self._iterators.items()}
+        self._place([stream for stream, _ in self._streams.values()])
+        self._start = self.taken_down()
+
+    # -- use
+    def taken_down(self) -> Undo:
+        """The state of this moment; what it returns puts that back."""
+        undo = [save() for save in self._savers]
+        at = [(stream, stream.at) for stream, _ in self._streams.values()]
+
+        def put() -> None:
+            for action in undo:
+                action()
+            for stream, position in at:
+                stream.at = position
+
+        return put
+
+    def restore(self) -> None:
+        """Begin again: all as it was; as often as one likes."""
+        self._start()
+        self._place([stream for stream, _ in self._streams.values()])
+
+    def close(self) -> None:
+        """Put all back for good."""
+        self._start()
+        self._place([stream.finish(pristine) for stream, pristine in self._streams.values()])
+
+    def _place(self, iterators: list[Any]) -> None:
+        for (_, slots), iterator in zip(self._iterators.values(), iterators, strict=True):
+            for put in slots:
+                put(iterator)
+
+    # -- walk
+    def _is_users(self, value: Any) -> bool:
+        """Code of the user: not of a library, nor of a package of models (whose globals are its own business)."""
+        package = home(value)
+        return package == self._package or not is_installed(package)
+
+    def _save(self, saver: Saver) -> None:
+        if self._counters:
+            self._savers.append(saver)
+
+    def _add(self, value: Any) -> None:
+        if not isinstance(value, ATOMS) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._todo.append(value)
+
+    def _hold(self, container: Any, items: dict[Any, Any]) -> None:
+        """Look at what is held under keys; an iterator is exchanged there."""
+        for key, value in items.items():
+            if is_iterator(value) and not is_random(value):
+                _, slots = self._iterators.setdefault(id(value), (value, []))
+                slots.append(functools.partial(container.__setitem__, key))
+            else:
+                self._add(value)
+
+    def _look(self, value: Any) -> None:
+        if is_random(value):
+            self._savers.append(_of_random(value))
+        elif isinstance(value, Tensor):
+            self._tensor(value)
+        elif is_array(value):
+            if value.nbytes <= _BYTES and value.flags.writeable and not value.dtype.hasobject:
+                self._save(lambda: _later(_array_back(value), value.copy()))
+        elif isinstance(value, _MUTABLE):
+            self._save(lambda: _contents(value))
+            if len(value) <= _LARGE:
+                self._container(value)
+        elif isinstance(value, type):
+            if self._is_users(value):
+                self._class(value)
+        elif isinstance(value, types.FunctionType):
+            if self._is_users(value):
+                self._function(value)
+        elif not isinstance(value, types.ModuleType) and (
+            is_open(value) or isinstance(value, (*FUNCTIONS, property, staticmethod, classmethod, tuple, frozenset))
+        ):
+            self._object(value)
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self._hold(value, dict(items_of(value)))
+        elif isinstance(value, (list, deque)):
+            self._hold(value, dict(enumerate(contents_of(value))))
+        else:
+            for item in value:
+                self._add(item)
+
+    def _object(self, value: Any) -> None:
+        attributes = held_attributes(value)
+        if attributes is not None and value.__dict__ is not None and not isinstance(value, type):
+            self._save(lambda: _contents(value.__dict__))
+            self._hold(value.__dict__, attributes)
+        elif held := held_slots(value):
+            self._save(lambda: _slots(value))
+            for item in held.values():
+                self._add(item)
+        if not isinstance(value, nn.Module):
+            for part in parts_of(value):
+                if not is_iterator(part):
+                    self._add(part)
+        self._add(type(value))
+
+    def _class(self, kind: type) -> None:
+        data = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not isinstance(v, FUNCTIONS)}
+        self._save(lambda: _class_attributes(kind))
+        for key, value in data.items():
+            if is_iterator(value) and not is_random(value):
+                _, slots = self._iterators.setdefault(id(value), (value, []))
+                slots.append(functools.partial(type.__setattr__, kind, key))
+            else:
+                self._add(value)
+        for value in vars(kind).values():
+            if isinstance(value, FUNCTIONS):
+                self._add(value)
+        for base in kind.__bases__:
+            self._add(base)
+
+    def _function(self, function: types.FunctionType) -> None:
+        for part in parts_of(function):
+            if not is_iterator(part):
+                self._add(part)
+        for cell in function.__closure__ or ():
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._cell(cell)
+        if function.__dict__:
+            self._save(lambda: _contents(function.__dict__))
+        named: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for space, name in globals_of(function.__code__, function.__globals__):
+            if (id(space), name) not in self._seen:
+                self._seen[id(space), name] = space
+                named.setdefault(id(space), (space, []))[1].append(name)
+        for space, names in named.values():
+            self._save(functools.partial(_names, space, names))
+            self._hold(space, {n: space[n] for n in names})
+
+    def _cell(self, cell: types.CellType) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            return
+        if is_iterator(value) and not is_random(value):
+            _, slots = self._iterators.setdefault(id(value), (value, []))
+            slots.append(lambda new: setattr(cell, "cell_contents", new))
+        else:
+            self._save(lambda: _later(lambda v: setattr(cell, "cell_contents", v), cell.cell_contents))
+
+    def _tensor(self, value: Tensor) -> None:
+        small = not isinstance(value, nn.Parameter) and type(value) is Tensor and value.is_leaf and not value.is_meta
+        if small and not value.is_inference() and value.layout is torch.strided and value.nbytes <= _BYTES:
+            self._save(lambda: _tensor_back(value))
+
+
+def _copied(iterator: Any) -> Any:
+    """An independent copy of a simple iterator, else None."""
+    if not isinstance(iterator, _COPYABLE):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return copy.copy(iterator)
+        except TypeError:  # newer Pythons do not copy all of them
+            return None
+
+
+def _contents(value: Any) -> Undo:
+    """Of a container or a `__dict__`: the identical objects in the same order."""
+    if isinstance(value, dict):
+        return _items(value)
+    before = contents_of(value)
+
+    def put() -> None:
+        now = contents_of(value)
+        if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+            value.clear()
+            (value.update if isinstance(value, set) else value.extend)(before)
+
+    return put
+
+
+def _items(value: dict[Any, Any]) -> Undo:
+    before = items_of(value)
+    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+
+    def put() -> None:
+        now = items_of(value)
+        if len(now) != len(before) or any(a is not b or x is not y for (a, x), (b, y) in zip(now, before, strict=True)):
+            base.clear(value)
+            for key, item in before:
+                base.__setitem__(value, key, item)
+
+    return put
+
+
+def _names(space: dict[str, Any], names: list[str]) -> Undo:
+    before = {n: space[n] for n in names if n in space}
+
+    def put() -> None:
+        for name in names:
+            if name not in before:
+                space.pop(name, None)
+            elif space.get(name) is not before[name]:
+                space[name] = before[name]
+
+    return put
+
+
+def _slots(value: Any) -> Undo:
+    before = held_slots(value)
+
+    def put() -> None:
+        now = held_slots(value)
+        for name in before.keys() | now.keys():
+            if name not in before:
+                object.__delattr__(value, name)
+            elif now.get(name) is not before[name]:
+                object.__setattr__(value, name, before[name])
+
+    return put
+
+
+def _class_attributes(kind: type) -> Undo:
+    before = dict(vars(kind))
+
+    def put() -> None:
+        now = dict(vars(kind))
+        for name in before.keys() | now.keys():
+            if name.startswith("__") and name.endswith("__"):
+                continue
+            if name not in before:
+                type.__delattr__(kind, name)
+            elif name not in now or now[name] is not before[name]:
+                type.__setattr__(kind, name, before[name])
+
+    return put
+
+
+def _array_back(array: Any) -> Callable[[Any], None]:
+    return lambda before: array.__setitem__(Ellipsis, before)
+
+
+def _tensor_back(tensor: Tensor) -> Undo:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        version, before = tensor._version, tensor.clone()
+
+    def put() -> None:
+        if tensor._version != version:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                tensor.copy_(before)
+
+    return put
+
+
+# ---------------------------------------------------------------- use
+_open: list[PythonState] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def python_state(module: nn.Module, counters: bool = True) -> Iterator[PythonState]:
+    """The Python state is put back at the end; `restore()` of what it gives begins again in between.
+
+    Args:
+        module: See `PythonState`.
+        counters: See `PythonState`.
+    """
+    state = PythonState(module, counters)
+    with _lock:
+        _open.append(state)
+    try:
+        yield state
+    finally:
+        with _lock:
+            _open.remove(state)
+        state.close()
+
+
+def common_state() -> Undo:
+    """Take down what copies of a model have in common in this process; what it returns puts that back.
+
+    The global random generators, and all of the models whose `python_state` is open.
+    """
+    undo = [state.taken_down() for state in list(_open)] or [save() for save in random_savers()]
+
+    def put() -> None:
+        for action in undo:
+            action()
+
+    return put
