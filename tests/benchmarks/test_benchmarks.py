@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import data_parallel, pipeline_bubble, run_all, setup_time, tensor_overhead, tensor_parallel
+from benchmarks import (
+    activation_memory,
+    data_parallel,
+    pipeline_bubble,
+    pipeline_glue,
+    run_all,
+    setup_time,
+    tensor_overhead,
+    tensor_parallel,
+)
 from benchmarks.common import Result, Spread, Table
 from lightning_3d.tensor import plan_tensor_parallel
 
@@ -63,8 +72,19 @@ def test_tensor_overhead() -> None:
 
 def test_pipeline_bubble() -> None:
     data = smoke(pipeline_bubble).data
-    assert list(data) == ["1f1b/4", "gpipe/4"]
+    schedules = ["gpipe/v1", "1f1b/v1", "interleaved_1f1b/v2", "zb_h1/v1", "zb_v/v2"]
+    assert list(data) == [f"2ms/p4/{schedule}/8" for schedule in schedules]
     assert all(found["gradient_error"] < 1e-5 for found in data.values())
+
+
+def test_pipeline_glue() -> None:
+    data = smoke(pipeline_glue).data
+    assert set(data["recording"]) == {"GPT", "Hugging Face Llama"}
+
+
+def test_activation_memory() -> None:
+    data = smoke(activation_memory).data
+    assert data["full"]["kept"] < data["selective"]["kept"] < data["nothing recomputed"]["kept"]
 
 
 def test_setup_time() -> None:
