@@ -36,6 +36,7 @@ from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.probe_atom import AtomExecution, OperationWatch, is_fake, versions_of
 from lightning_3d.pipeline.rng import Seeds, seed_torch
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, own_parameters
+from lightning_3d.where import current_line
 
 
 class TraceRun(Glue):
@@ -73,6 +74,7 @@ class TraceRun(Glue):
         self._aliases: dict[Any, list[weakref.ref[Phantom]]] = defaultdict(list)
         self._touched_inside: set[Vid] = set()
         self._made: list[Phantom] = []
+        self._dynamic_line = ""
 
     def run(self, step: Callable[[], Any]) -> None:
         before = _buffers(self.module)
@@ -87,6 +89,7 @@ class TraceRun(Glue):
         if dynamic:
             name = self.trace.events[dynamic[0]].name
             why = f"{name} makes a shape that depends on values, which only the stage that runs it knows"
+            why += f" ({self._dynamic_line})" if self._dynamic_line else ""
             self.trace.no_cut.append(NoCut(dynamic[0], len(self.trace.events) - 1, why))
 
     # -- values
@@ -175,6 +178,7 @@ class TraceRun(Glue):
     def _dynamic(self, func: Any, event: Event, n: int, leaves: list[Any], fakes: list[Any], spec: Any) -> Any:
         """The shape depends on values: go on with the shape that ones would give; nothing after this can be cut."""
         event.dynamic = True
+        self._dynamic_line = self._dynamic_line or current_line()
         ones = [sharding.on_local(self.filled(1), x) if is_fake(x) else x for x in fakes]
         versions = versions_of(ones)
         args, kwargs = tree_unflatten(ones, spec)

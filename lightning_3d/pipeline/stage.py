@@ -18,6 +18,7 @@ from lightning_3d.pipeline.holders import holders, replace_in_place, slots
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.rng import Seeds, seed_torch
+from lightning_3d.where import naming_the_line
 
 
 class Logged(NamedTuple):
@@ -89,7 +90,7 @@ class StageRun(Glue):
     def run(self, step: Callable[[], Any], surrounded: bool = False) -> Any:
         """Call the user's step; returns its result in the last window, None in the others."""
         try:
-            with self.active(surrounded):
+            with naming_the_line(DivergedError), self.active(surrounded):
                 out = step()
         except Unwind:
             out = None

@@ -23,6 +23,7 @@ from lightning_3d.pipeline.probe_run import TraceRun
 from lightning_3d.pipeline.python_state import Looks, open_modules, plain_state, watching
 from lightning_3d.pipeline.rng import Seeds, window_randomness
 from lightning_3d.probe import Answers, FakeParameters, ModuleState, retry
+from lightning_3d.where import naming_the_line
 
 _OPERATIONS_PER_BYTE = {"cpu": 10.0}
 _ON_ACCELERATORS = 100.0  # 100 to 300 TFLOP/s reached, 2 to 3 TB/s
@@ -75,7 +76,7 @@ def trace(
     def once() -> Trace:
         looks.seen = False
         run = partial(_run, module, atoms, step, name, device, forward_context, seeds, memory, keep_arguments)
-        with watching(module, looks):
+        with watching(module, looks), naming_the_line(PipelineError):
             found = retry(run, (PipelineError,))
         found.looks_at_python, found.python_state = looks.seen, python_state
         return found

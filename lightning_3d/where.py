@@ -1,0 +1,51 @@
+"""WHICH line of the user's code does an error speak of?"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_HERE = str(Path(__file__).resolve().parent)
+_STANDARD = str(Path(sysconfig.get_paths()["stdlib"]))
+_PACKAGES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_utilities")
+
+
+@contextmanager
+def naming_the_line(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds that are raised inside tell the innermost line of code that is neither ours nor torch's.
+
+    If that line is in an installed package (a model library), the innermost line outside of packages is told, too.
+    """
+    try:
+        yield
+    except kinds as error:
+        if not getattr(error, "names_line", False):
+            lines = _lines(traceback.extract_tb(error.__traceback__))
+            if lines:
+                error.args = (f"{error}\n" + "\n".join(f"  in {line}" for line in lines),)
+            error.names_line = True  # type: ignore[attr-defined]
+        raise
+
+
+def current_line() -> str:
+    """The innermost line of the running code that is neither ours nor torch's; empty if there is none."""
+    return next(iter(_lines(traceback.extract_stack())[:1]), "")
+
+
+def _lines(stack: traceback.StackSummary) -> list[str]:
+    frames = [f for f in stack if not _is_internal(f.filename)]
+    outside = [f for f in frames if "site-packages" not in f.filename]
+    chosen = [*outside[-1:], *(frames[-1:] if frames and frames[-1] not in outside else [])]
+    return [f"{f.filename}, line {f.lineno}, {f.name}: {f.line}" for f in chosen]
+
+
+def _is_internal(filename: str) -> bool:
+    if filename.startswith((_HERE, "<")):
+        return True
+    path = Path(filename)
+    if "site-packages" in path.parts:
+        return path.parts[path.parts.index("site-packages") + 1] in _PACKAGES
+    return filename.startswith(_STANDARD)
