@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -460,6 +461,51 @@ def _changing_paths() -> None:
         assert reference.worst_gradient(dict(runner.parameters), plain)[0] <= 1e-9
         traces = sum(len(known) for known in runner._partitions.values())
         assert traces <= 2 * 5, f"{make.__name__}: {traces} traces"
+
+
+class Residual(pl.LightningModule):
+    """What a block gives is not what its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(x, y)
+
+
+def _sent_is_freed(pp: int) -> None:
+    """1F1B keeps p - s microbatches, but of what was sent only what may still be under way."""
+    mesh, batch = _mesh(pp), batch_of("mlp", 12)
+    storages: list[Any] = []
+    alive: list[int] = []
+
+    def after(action: Any, start: float, end: float) -> None:
+        if action.kind != "wait":
+            alive.append(sum(reference() is not None for reference in storages))
+
+    runner = _runner(build(Residual), mesh, batch, num_microbatches=12, recorder=after)
+    send = runner.channels.send
+
+    def noted(parcel: Any, tensors: list[Tensor]) -> None:
+        if parcel.message.kind == "F":
+            storages.extend(weakref.ref(x.untyped_storage()) for x in tensors)
+        send(parcel, tensors)
+
+    runner.channels.send = noted  # type: ignore[method-assign]
+    runner.train_step(batch, 0)
+    assert runner.live_peak == pp - mesh.at.pp
+    if mesh.is_first_stage:
+        assert len(storages) == 12
+        assert max(alive[pp:]) <= 2, alive  # before, nothing has come back yet
+        assert alive[-1] <= 1
+
+
+def test_what_was_sent_is_freed() -> None:
+    run_distributed(_sent_is_freed, 4, 4, timeout=60)
 
 
 def _diverged() -> None:
