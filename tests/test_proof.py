@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
 from typing import Any
 
 import pytest
@@ -39,7 +41,7 @@ def step_on(module: Any, batch: Any) -> Tensor:
     return loss
 
 
-def key(module: nn.Module, batch: Any = None) -> str:
+def key(module: nn.Module, batch: Any = None) -> str | None:
     batch = {"x": torch.ones(2, 8)} if batch is None else batch
     return fingerprint(module, plan_tensor_parallel(module, lambda m: step_on(m, batch), 2), batch)
 
@@ -56,6 +58,55 @@ def test_what_is_the_same_model() -> None:
     for module in [*changed, other_config]:
         assert key(module) != known
     assert key(Net(), {"x": torch.ones(4, 8)}) != known
+
+
+def scaled(by: float) -> Any:
+    return lambda x: x * by
+
+
+def quantized(x: Tensor) -> Tensor:
+    return x / x.abs().amax().clamp(min=8.0)
+
+
+def smooth(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+def chosen(x: Tensor) -> Tensor:
+    return KINDS["now"](x)
+
+
+KINDS: dict[str, Any] = {"now": smooth}
+
+
+def test_functions_count_by_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function the module holds was no part of the key: a proof of one was taken for a proof of the other."""
+
+    def with_function(function: Any, deep: bool = False) -> str | None:
+        module: Any = Net()
+        module.act = {"inner": [function]} if deep else function
+        return key(module)
+
+    assert with_function(smooth) == with_function(smooth)
+    assert with_function(scaled(2.0)) == with_function(scaled(2.0))
+    kinds: list[Any] = [smooth, quantized, scaled(2.0), scaled(3.0), chosen]
+    kinds += [
+        functools.partial(quantized),
+        functools.partial(torch.clamp, min=0.5),
+        functools.partial(torch.clamp, min=1),
+    ]
+    kinds += [torch.relu, torch.nn.functional.gelu, lambda x: x + 1, lambda x: x + 2, lambda x, y=(1,): x + y[0]]
+    kinds += [Net(scale=2.0).forward, Net().forward]
+    for deep in (False, True):
+        keys = [with_function(kind, deep) for kind in kinds]
+        assert None not in keys
+        assert len(set(keys)) == len(kinds)
+    before = with_function(chosen)
+    monkeypatch.setitem(KINDS, "now", quantized)  # named by the code, not held
+    assert with_function(chosen) != before
+    monkeypatch.setattr(Net, "extra", staticmethod(quantized), raising=False)
+    assert with_function(smooth) not in keys
+    assert with_function(io.StringIO("what is it?")) is None  # nobody can tell: not remembered
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -1,6 +1,7 @@
 """WHAT does one step do?  Run the user's step once, with fake parameters and real batch values; leave no trace."""
 
 from lightning_3d.probe.agree import agree
+from lightning_3d.probe.content import Content, Unknown
 from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
 from lightning_3d.probe.python_state import PythonState, common_state, python_state
@@ -13,10 +14,12 @@ from lightning_3d.probe.step import call_step, metrics_alone, own_parameters, pr
 __all__ = [
     "VALUE_READS",
     "Answers",
+    "Content",
     "FakeParameters",
     "ModuleState",
     "PythonState",
     "SharedPatch",
+    "Unknown",
     "agree",
     "call_step",
     "common_state",

@@ -12,6 +12,7 @@ import itertools
 import pathlib
 import random
 import re
+import struct
 import sys
 import types
 import weakref
@@ -37,6 +38,7 @@ LIBRARIES = frozenset(
 )
 """Packages whose own code and objects hold nothing of the user's."""
 _OPEN = ("types", "argparse", "collections", "functools", "dataclasses")  # whose objects hold what the user puts there
+_POINTER = struct.calcsize("P")
 _STANDARD = frozenset(nn.Module().__dict__)
 _WRAPPERS = (staticmethod, classmethod)
 
@@ -110,6 +112,15 @@ def slots_of_class(kind: type) -> tuple[str, ...]:
     found = [vars(c).get("__slots__", ()) for c in kind.__mro__]
     names = itertools.chain.from_iterable((s,) if isinstance(s, str) else tuple(s) for s in found)
     return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
+
+
+@functools.lru_cache(4096)
+def hides_state(kind: Any) -> bool:
+    """Objects of this type hold more than attributes: it is written in C, or derives from such a type."""
+    visible = object.__basicsize__ + _POINTER * (
+        2 + len(slots_of_class(kind))
+    )  # with a dictionary, and weak references
+    return bool(kind.__basicsize__ > visible)
 
 
 def held_slots(value: Any) -> dict[str, Any]:
