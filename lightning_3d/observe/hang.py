@@ -89,7 +89,10 @@ class HangReport:
         while not self._stop.wait(self._interval):
             try:
                 self._once()
-            except Exception:  # the store is gone, and with it the run: `FailureWatch` says why
+            except RuntimeError:  # the store is gone, and with it the run: `FailureWatch` says why
+                return
+            except Exception as error:  # training must not suffer from a report that cannot be made
+                self._write(f"lightning_3d: no report on hangs any more ({type(error).__name__}: {error})")
                 return
 
     def _once(self) -> None:
