@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,30 +18,21 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.absent import drop
-from lightning_3d.pipeline.atom_memory import AtomMemory
-from lightning_3d.pipeline.batch_tree import signature
-from lightning_3d.pipeline.changes import warn_of_changed_buffers
 from lightning_3d.pipeline.channels import Channels
-from lightning_3d.pipeline.costs import measure
-from lightning_3d.pipeline.events import Trace
-from lightning_3d.pipeline.execution import TRAINING, Program
+from lightning_3d.pipeline.execution import TRAINING
 from lightning_3d.pipeline.microbatch import split_with_sizes
-from lightning_3d.pipeline.partition import Held, Partition
-from lightning_3d.pipeline.path import follows
-from lightning_3d.pipeline.planning import Split, along, cut, make_plan
-from lightning_3d.pipeline.python_state import Looks, plain_state, watched
+from lightning_3d.pipeline.partition import Partition
+from lightning_3d.pipeline.planning import Split, along
+from lightning_3d.pipeline.plans import Plans
 from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds, mix
 from lightning_3d.pipeline.routes import Routes
 from lightning_3d.pipeline.samples import Memory, batch_size
 from lightning_3d.pipeline.schedule import Action
-from lightning_3d.pipeline.trace import trace, without_inference_tensors
 from lightning_3d.pipeline.training_schedule import TrainingSchedule, evaluation_lists
 from lightning_3d.pipeline.walk import Recorder, Walk
-from lightning_3d.probe import agree, call_step, probe_arguments
+from lightning_3d.probe import call_step
 
-_SIGNATURES_KEPT = 256
-_PATHS_KEPT = 8
 _ROUTES_KEPT = 64
 
 
@@ -107,17 +97,13 @@ class PipelineRunner:
         self.shared_groups: list[tuple[Communicator, list[str]]] = []
         self.counted: set[str] = set()
         self.buffers: dict[str, int] = {}
-        self._held: Held | None = None
-        self._partitions: dict[Any, list[Partition]] = {}
-        self._atom_memory = AtomMemory()
         self._known_routes: dict[Any, Routes] = {}
-        self._warned = False
         self._memory: Memory = {}  # which parts of training batches are cut
 
     # -- set-up
     @property
     def is_set_up(self) -> bool:
-        return self._held is not None
+        return hasattr(self, "plans")
 
     def setup(self, step_name: str, batch: Any) -> Partition:
         """Trace the step on the first microbatch of `batch`, cut it, and drop what this rank does not hold.
@@ -132,22 +118,20 @@ class PipelineRunner:
         Raises:
             PipelineError: The step cannot be cut as asked.
         """
-        assert self._held is None, "set up already"
+        assert not self.is_set_up, "set up already"
         first = self._split(step_name, batch)[0][0]
         owners = self._schedule.owners
 
-        def tracer(atoms: Any) -> Trace:
-            return self._trace(step_name, first, atoms)
-
-        timer = partial(measure, mesh=self.mesh)
-        plan = make_plan(self.module, self.stages, self.split, tracer, owners, timer)
-        self._atom_memory.learn(plan.atoms)
-        self._program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
-        # batches differ between replicas; the placement of parameters must not
-        held = self.mesh.data.broadcast_object(plan.held, 0)
-        self._held = Held(*held)
-        partition = self._agreed(step_name, plan.trace)
-        self._partitions[self._circumstances(step_name), signature(first)] = [partition]
+        self.plans = Plans(
+            self.module,
+            self.mesh,
+            tensor_group=self._tensor_group,
+            forward_context=self._forward_context,
+            seed=self.seed,
+            microbatches=self.num_microbatches,
+        )
+        partition = self.plans.begin(step_name, first, self.split, owners)
+        self._program = self.plans.program
         self._place(partition)
         return partition
 
@@ -158,8 +142,7 @@ class PipelineRunner:
         return split_with_sizes(batch, count, self._memory if step_name == TRAINING else None)
 
     def _place(self, partition: Partition) -> None:
-        assert self._held is not None
-        self.holders = dict(self._held.holders)
+        self.holders = dict(self.plans.held.holders)
         everything = dict(self.module.named_parameters())
         self.names = list(everything)
         mine = {n for n in self.names if self.stage in self.holders[n]}
@@ -190,91 +173,6 @@ class PipelineRunner:
                 stage = partition.windows[partition.buffers[name]].stage
             out[name] = stage
         return out
-
-    # -- traces and partitions
-    def _trace(
-        self, step_name: str, microbatch: Any, atoms: Any, args: Sequence[Any] | None = None, seeds: Seeds | None = None
-    ) -> Trace:
-        step = getattr(self.module, step_name)
-        microbatch = without_inference_tensors(microbatch)
-        looks = Looks()
-        found = probe_arguments(step, microbatch) if args is None else (microbatch, *args)
-        arguments = (found[0], *(watched(x, looks) for x in found[1:]))
-        return trace(
-            self.module,
-            atoms,
-            lambda: call_step(self.module, step_name, *arguments),
-            self._tensor_group,
-            name=step_name,
-            device=self.mesh.device,
-            forward_context=self._forward_context,
-            seeds=seeds or Seeds(self.seed, 0, 0, self.mesh.at.dp),
-            memory=self._atom_memory,
-            looks=looks,
-            keep_arguments=self._held is None and self.split == "measured",
-        )
-
-    def _agreed(self, step_name: str, found: Trace) -> Partition:
-        assert self._held is not None
-        if step_name == TRAINING and self.num_microbatches > 1 and not self._warned:
-            self._warned = warn_of_changed_buffers(self.module, found, self.num_microbatches)
-        for event in found.events:
-            event.arguments = None
-        partition = cut(found, self._held, training=step_name == TRAINING)
-        agree(f"the pipeline plan of {step_name}", partition.plain(), self.mesh.replica)
-        return partition
-
-    def _circumstances(self, step_name: str, args: Sequence[Any] = ()) -> Any:
-        """What a step's path may depend on, besides the microbatch: modes, frozen parameters, dataloader_idx."""
-        with torch._C.DisableTorchFunctionSubclass():
-            trainable = tuple(p.requires_grad for p in self.module.parameters())
-        modes = tuple(m.training for m in self.module.modules())
-        others = tuple(signature(x) for x in args[1:])  # not batch_idx, which is another one every time
-        return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), others)
-
-    def _partition(
-        self,
-        step_name: str,
-        microbatch: Any,
-        args: Sequence[Any],
-        seeds: Seeds,
-        circumstances: Any,
-        before: dict[Any, Partition],
-    ) -> Partition:
-        """The partition for the path this microbatch takes; all ranks of a replica find the same one.
-
-        Args:
-            step_name: Name of the method.
-            microbatch, args: What it gets.
-            seeds: Of the microbatch.
-            circumstances: Of the batch.
-            before: Signature -> partition of the microbatch before this one in the same batch; this one is added.
-        """
-        shape = signature(microbatch)
-        known = self._partitions.setdefault((circumstances, shape), [])
-        state = None if shape in before else plain_state(self._program.open_modules)
-        for partition in sorted(known, key=lambda p: p is not before.get(shape)):
-            # Python state is that of the whole batch: the first of its microbatches is followed to the end
-            whole = shape not in before and (
-                partition.trace.looks_at_python or len(known) > 1 or partition.trace.python_state != state
-            )
-            if follows(
-                self._program,
-                partition.trace,
-                lambda: call_step(self.module, step_name, microbatch, *args),
-                seeds,
-                whole=whole,
-            ):
-                if shape not in before:
-                    before[shape], partition.trace.python_state = partition, state
-                return partition
-        found = self._trace(step_name, microbatch, self._program.atoms, args, seeds)
-        known.append(self._agreed(step_name, found))
-        partition = before[shape] = known[-1]
-        del known[:-_PATHS_KEPT]
-        while len(self._partitions) > _SIGNATURES_KEPT:
-            self._partitions.pop(next(iter(self._partitions)))
-        return partition
 
     def surround(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Enter `context()` around all windows and backwards of every batch, before forwards are routed."""
@@ -364,14 +262,9 @@ class PipelineRunner:
         weights: Sequence[float | Tensor] | None,
         scale: float | Tensor = 1.0,
     ) -> Walk:
-        assert self._held is not None, "setup() first"
+        assert self.is_set_up, "setup() first"
         seeds = [Seeds(self.seed, number, i, self.mesh.at.dp) for i in range(len(microbatches))]
-        circumstances = self._circumstances(step_name, args)
-        before: dict[Any, Partition] = {}
-        partitions = [
-            self._partition(step_name, m, args, s, circumstances, before)
-            for m, s in zip(microbatches, seeds, strict=True)
-        ]
+        partitions = self.plans.find(step_name, microbatches, args, seeds)
 
         def step(microbatch: Any) -> Callable[[], Any]:
             return lambda: call_step(self.module, step_name, microbatch, *args)

@@ -144,7 +144,7 @@ def _several_steps(pp: int) -> dict[str, Any]:
             want = dict(plain.named_parameters())
             out[f"weights {k}"] = max(relative_error(p, want[n]) for n, p in runner.parameters.items())
     out["state"] = len(optimizer.state_dict()["state"]), len(runner.parameters)
-    out["traces"] = len(runner._partitions)
+    out["traces"] = len(runner.plans.partitions)
     return out
 
 

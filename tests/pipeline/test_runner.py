@@ -334,7 +334,7 @@ def _paths() -> None:
     for n, p in alone.named_parameters():
         p.grad = total[n]
     assert reference.worst_gradient(dict(runner.parameters), alone)[0] <= 1e-9
-    assert len(next(iter(runner._partitions.values()))) > 1
+    assert len(next(iter(runner.plans.partitions.values()))) > 1
     assert int(runner.module.steps) == 9
     assert runner.module.calls == [0] * 3 + [1] * 3 + [2] * 3
 
@@ -349,7 +349,7 @@ def _padding() -> None:
     parts, sizes = split_with_sizes(batch, 3)
     reference.train(plain, parts, [s / 6 for s in sizes])
     assert reference.worst_gradient(dict(runner.parameters), plain)[0] <= 1e-9
-    assert sorted(map(len, runner._partitions.values())) == [2], "two paths for one shape"
+    assert sorted(map(len, runner.plans.partitions.values())) == [2], "two paths for one shape"
 
 
 class ByLoader(MLP):
@@ -383,7 +383,7 @@ def _autocast() -> None:
     module, plain = build("mlp").float(), build("mlp").float()
     runner = _runner(module, mesh, batch, forward_context=lambda: torch.autocast("cpu", torch.bfloat16))
     runner.train_step(batch, 0)
-    meta = next(iter(runner._partitions.values()))[0].trace.meta
+    meta = next(iter(runner.plans.partitions.values()))[0].trace.meta
     assert {m.dtype for m in meta.values()} == {torch.bfloat16, torch.float32}
     for part in split_with_sizes(batch, 3)[0]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -459,7 +459,7 @@ def _changing_paths() -> None:
                     n for n in ("early", "loss") if hasattr(plain, "calls") and (n == "loss" or plain.auxiliary)
                 ]
         assert reference.worst_gradient(dict(runner.parameters), plain)[0] <= 1e-9
-        traces = sum(len(known) for known in runner._partitions.values())
+        traces = sum(len(known) for known in runner.plans.partitions.values())
         assert traces <= 2 * 5, f"{make.__name__}: {traces} traces"
 
 

@@ -1,0 +1,188 @@
+"""WHICH partition does a microbatch get?  Every path a step takes is traced and cut once, and found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.atom_memory import AtomMemory
+from lightning_3d.pipeline.batch_tree import signature
+from lightning_3d.pipeline.changes import warn_of_changed_buffers
+from lightning_3d.pipeline.costs import measure
+from lightning_3d.pipeline.events import Trace
+from lightning_3d.pipeline.execution import TRAINING, Program
+from lightning_3d.pipeline.partition import Held, Partition
+from lightning_3d.pipeline.path import follows
+from lightning_3d.pipeline.planning import Split, cut, make_plan
+from lightning_3d.pipeline.python_state import Looks, plain_state, watched
+from lightning_3d.pipeline.rng import Seeds
+from lightning_3d.pipeline.trace import trace, without_inference_tensors
+from lightning_3d.probe import agree, call_step, probe_arguments
+
+_SIGNATURES_KEPT = 256
+_PATHS_KEPT = 8
+
+
+class Plans:
+    """The partitions of all steps of a module, by circumstances, shapes and path.
+
+    Args:
+        module: The root module, whole until `begin` has returned.
+        mesh: This rank's place.
+        tensor_group, forward_context, seed: As in `PipelineRunner`.
+        microbatches: Per training batch, for a warning.
+
+    Attributes:
+        held: Which stages hold which parameter.
+        program: What is executed.
+        partitions: (circumstances, shapes) -> one partition per path.
+    """
+
+    held: Held
+    program: Program
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        tensor_group: Any,
+        forward_context: Callable[[], AbstractContextManager[Any]],
+        seed: int,
+        microbatches: int,
+    ) -> None:
+        self.module, self.mesh, self.seed, self._microbatches = module, mesh, seed, microbatches
+        self._tensor_group, self._forward_context = tensor_group, forward_context
+        self.partitions: dict[Any, list[Partition]] = {}
+        self._memory = AtomMemory()
+        self._warned = False
+
+    def begin(self, step_name: str, microbatch: Any, split: Split, owners: Sequence[int]) -> Partition:
+        """Trace the step that decides the cut, place the parameters, and cut it.
+
+        Collectives: the placement of the first replica is broadcast over dp (a few KB), and what `find` does.
+
+        Raises:
+            PipelineError: The step cannot be cut as asked.
+        """
+
+        def tracer(atoms: Mapping[str, nn.Module]) -> Trace:
+            return self._trace(step_name, microbatch, atoms, keep_arguments=split == "measured")
+
+        plan = make_plan(self.module, self.mesh.layout.pp, split, tracer, owners, partial(measure, mesh=self.mesh))
+        self._memory.learn(plan.atoms)
+        self.program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
+        # batches differ between replicas; the placement of parameters must not
+        self.held = Held(*self.mesh.data.broadcast_object(plan.held, 0))
+        partition = self._agreed(step_name, plan.trace)
+        self.partitions[self._circumstances(step_name), signature(microbatch)] = [partition]
+        return partition
+
+    def find(
+        self, step_name: str, microbatches: Sequence[Any], args: tuple[Any, ...], seeds: Sequence[Seeds]
+    ) -> list[Partition]:
+        """The partition of every microbatch of a batch; all ranks of a replica find the same ones.
+
+        Collectives: for every path that is new, a digest over the replica (8 bytes).
+        """
+        circumstances = self._circumstances(step_name, args)
+        before: dict[Any, Partition] = {}
+        return [
+            self._partition(step_name, m, args, s, circumstances, before)
+            for m, s in zip(microbatches, seeds, strict=True)
+        ]
+
+    def _trace(
+        self,
+        step_name: str,
+        microbatch: Any,
+        atoms: Mapping[str, nn.Module],
+        args: Sequence[Any] | None = None,
+        seeds: Seeds | None = None,
+        keep_arguments: bool = False,
+    ) -> Trace:
+        step = getattr(self.module, step_name)
+        microbatch = without_inference_tensors(microbatch)
+        looks = Looks()
+        found = probe_arguments(step, microbatch) if args is None else (microbatch, *args)
+        arguments = (found[0], *(watched(x, looks) for x in found[1:]))
+        return trace(
+            self.module,
+            atoms,
+            lambda: call_step(self.module, step_name, *arguments),
+            self._tensor_group,
+            name=step_name,
+            device=self.mesh.device,
+            forward_context=self._forward_context,
+            seeds=seeds or Seeds(self.seed, 0, 0, self.mesh.at.dp),
+            memory=self._memory,
+            looks=looks,
+            keep_arguments=keep_arguments,
+        )
+
+    def _agreed(self, step_name: str, found: Trace) -> Partition:
+        if step_name == TRAINING and self._microbatches > 1 and not self._warned:
+            self._warned = warn_of_changed_buffers(self.module, found, self._microbatches)
+        for event in found.events:
+            event.arguments = None
+        partition = cut(found, self.held, training=step_name == TRAINING)
+        agree(f"the pipeline plan of {step_name}", partition.plain(), self.mesh.replica)
+        return partition
+
+    def _circumstances(self, step_name: str, args: Sequence[Any] = ()) -> Any:
+        """What a step's path may depend on, besides the microbatch: modes, frozen parameters, dataloader_idx."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trainable = tuple(p.requires_grad for p in self.module.parameters())
+        modes = tuple(m.training for m in self.module.modules())
+        others = tuple(signature(x) for x in args[1:])  # not batch_idx, which is another one every time
+        return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), others)
+
+    def _partition(
+        self,
+        step_name: str,
+        microbatch: Any,
+        args: Sequence[Any],
+        seeds: Seeds,
+        circumstances: Any,
+        before: dict[Any, Partition],
+    ) -> Partition:
+        """The partition for the path this microbatch takes; all ranks of a replica find the same one.
+
+        Args:
+            step_name: Name of the method.
+            microbatch, args: What it gets.
+            seeds: Of the microbatch.
+            circumstances: Of the batch.
+            before: Signature -> partition of the microbatch before this one in the same batch; this one is added.
+        """
+        shape = signature(microbatch)
+        known = self.partitions.setdefault((circumstances, shape), [])
+        state = None if shape in before else plain_state(self.program.open_modules)
+        for partition in sorted(known, key=lambda p: p is not before.get(shape)):
+            # Python state is that of the whole batch: the first of its microbatches is followed to the end
+            whole = shape not in before and (
+                partition.trace.looks_at_python or len(known) > 1 or partition.trace.python_state != state
+            )
+            if follows(
+                self.program,
+                partition.trace,
+                lambda: call_step(self.module, step_name, microbatch, *args),
+                seeds,
+                whole=whole,
+            ):
+                if shape not in before:
+                    before[shape], partition.trace.python_state = partition, state
+                return partition
+        found = self._trace(step_name, microbatch, self.program.atoms, args, seeds)
+        known.append(self._agreed(step_name, found))
+        partition = before[shape] = known[-1]
+        del known[:-_PATHS_KEPT]
+        while len(self.partitions) > _SIGNATURES_KEPT:
+            self.partitions.pop(next(iter(self.partitions)))
+        return partition
