@@ -102,6 +102,10 @@ def _check_values(settings: Settings) -> None:
             f"pipeline_split is {settings.pipeline_split!r}; it must be 'auto', 'measured' or a list with the name of "
             "the first module of every stage but the first."
         )
+    if settings.hang_report_after is not None and not settings.hang_report_after > 0:
+        raise ConfigurationError(
+            f"hang_report_after is {settings.hang_report_after!r}; it must be a number of seconds, or None for no report."
+        )
     if not isinstance(settings.verify, bool) and settings.verify != "auto":
         raise ConfigurationError(f"verify is {settings.verify!r}; it must be 'auto', True or False.")
     if least is not None and not 0 <= least <= 1:

@@ -25,7 +25,8 @@ from lightning_3d.checkpoint import ParameterRecord, RunState
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
-from lightning_3d.observe import TraceRecorder
+from lightning_3d.observe import TraceRecorder, windows_of
+from lightning_3d.observe.device import DeviceClock
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.pipeline.samples import batch_size, describe_size
@@ -67,6 +68,7 @@ class Settings:
     bucket_bytes: int | None = None
     timeout: timedelta | None = None
     record_timeline: bool = False
+    hang_report_after: float | None = None
     record: bool = True
     forward_context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
@@ -100,7 +102,10 @@ class Engine:
         # rank zero's random state is everywhere by now, so this is equal on all ranks
         self.seed = torch.initial_seed() & 0x7FFF_FFFF
         if settings.record_timeline:
-            self.recorder = TraceRecorder(mesh.rank, mesh.at.pp, dp=mesh.at.dp, tp=mesh.at.tp, layout=str(self.layout))
+            clock = DeviceClock() if mesh.device.type == "cuda" else None
+            self.recorder = TraceRecorder(
+                mesh.rank, mesh.at.pp, dp=mesh.at.dp, tp=mesh.at.tp, layout=str(self.layout), clock=clock
+            )
 
     # -- building
     def cut(self, step_name: str, batch: Any) -> None:
@@ -135,6 +140,8 @@ class Engine:
             recorder=self.recorder,
         )
         self.partition = self.runner.setup(step_name, batch)
+        if self.recorder is not None:
+            self.recorder.windows = windows_of(self.partition)
         self.runner.surround(lambda: self.recompute.active())
 
     def _schedule(self) -> TrainingSchedule:

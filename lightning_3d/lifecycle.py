@@ -25,6 +25,7 @@ from lightning_3d.gradients import clip, norm_of
 from lightning_3d.materialize import materialize
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe.failure import FailureWatch
+from lightning_3d.observe.hang import HangReport
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
@@ -59,6 +60,7 @@ class Lifecycle(_Base):
         self._accumulating = False
         self._planning = False
         self._watch: FailureWatch | None = None
+        self._hang: HangReport | None = None
         self._pending: tuple[dict[str, Any], bool] | None = None
         self._checked: set[str] = set()
         self._relay: Relay | None = None
@@ -74,11 +76,17 @@ class Lifecycle(_Base):
         where = f"data-parallel replica {mesh.at.dp}, stage {mesh.at.pp}, tensor-parallel rank {mesh.at.tp}"
         self._watch = FailureWatch.on_default_group(mesh.rank, where)
         self._watch.start()
+        if self._settings.hang_report_after is not None:
+            self._hang = HangReport.on_default_group(mesh, self._settings.hang_report_after)
+            self._hang.start()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        if self._hang is not None:
+            self._hang.stop()
+            self._hang = None
 
     def on_exception(self, exception: BaseException) -> None:
         if self._watch is not None:
@@ -135,6 +143,8 @@ class Lifecycle(_Base):
         if first:
             self._build(trainer, module)
         assert self._engine is not None
+        if self._hang is not None:
+            self._hang.follow(self._engine.runner)
         if fitting:
             watched = not module.automatic_optimization or is_overridden(module, trainer.callbacks, GRADIENT_HOOKS)
             self._engine.shard(self.optimizers, watched)

@@ -69,6 +69,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         allow_cross_node_tensor_parallel: bool = False,
         bucket_size_mb: float | None = None,
         record_timeline: bool = False,
+        hang_report_after: float | None = 60.0,
         record: bool = True,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
@@ -120,6 +121,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             allow_cross_node_tensor_parallel: Allow tensor_parallel_size to span machines.
             bucket_size_mb: Size of gradient buckets; None chooses by device (4 on CPU, 25 on CUDA).
             record_timeline: Keep the times of pipeline actions in `strategy.recorder`.
+            hang_report_after: Seconds a rank may wait before a report says who waits for whom, down to the rank that
+                does not wait, with its stack. None: no report. Nothing is ended by it.
             record: Record what every repeated block does on this rank, prove it, and run that in place of the block's
                 own code under the sharding rules (tensor parallelism only). Blocks compiled by you need it.
             timeout: How long a collective may wait.
@@ -164,6 +167,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             bucket_bytes=None if bucket_size_mb is None else int(bucket_size_mb * 2**20),
             timeout=timeout,
             record_timeline=record_timeline,
+            hang_report_after=hang_report_after,
             exact_dropout=exact_dropout,
             activation_checkpointing=activation_checkpointing,  # type: ignore[arg-type]
             record=record,
@@ -269,6 +273,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             super().setup_environment()
         if self._mesh is None:
             self._mesh = Mesh(self.layout, self.root_device, self._settings.timeout)
+        if self._watch is None:  # after a teardown, too
             self._watch_failures()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
