@@ -26,7 +26,7 @@ from torchmetrics import Metric
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
-from lightning_3d.pipeline.atom_memory import AtomMemory, Remembered, key_of
+from lightning_3d.pipeline.atom_memory import AtomMemory, Remembered, content, key_of, place_of
 from lightning_3d.pipeline.describe import describe
 from lightning_3d.pipeline.events import Event, Leaf, NoCut, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.execution import TRAINING, trained_loss
@@ -223,9 +223,10 @@ class TraceRun(Glue):
             if self.keep_arguments:
                 event.arguments = ([copy_holder(x) if is_opaque(x) else x for x in fakes], spec)
             key = key_of(module, fakes, spec) if self._memory is not None else None
-            known = self._memory.recall(name, key) if self._memory is not None else None
+            known = self._memory.recall(name, key, (args, kwargs)) if self._memory is not None else None
             if known is not None:
-                return self._again(event, n, module, leaves, known, (args, kwargs))
+                return self._again(event, n, module, leaves, known, (args, kwargs), place_of(name))
+            held_before = {number: content(holder) for number, holder in enumerate(holders((args, kwargs)))}
             execution = AtomExecution(self, module, run, fakes, spec)
             execution.execute(name)
             event.reads |= self._touched_inside
@@ -255,14 +256,22 @@ class TraceRun(Glue):
             )  # fmt: skip
             own = not self._touched_inside and not execution.on_zeros and not _shares_memory(self, event, fakes)
             if self._memory is not None and own:
-                self._memory.remember(name, module, key, event, self.trace)
+                self._memory.remember(name, module, key, event, self.trace, held_before)
             return result
 
     def _again(
-        self, event: Event, n: int, module: nn.Module, leaves: list[Any], known: Remembered, arguments: Any
+        self,
+        event: Event,
+        n: int,
+        module: nn.Module,
+        leaves: list[Any],
+        known: Remembered,
+        arguments: Any,
+        place: int,
     ) -> Any:
         """The result of an atom that is not probed, because an equal one was."""
         event.hooked = [(module.get_submodule(path), metas, spec) for path, metas, spec in known.hooked]
+        event.holders = [(offset + place, keys) for offset, keys, _ in known.holders]
         event.flops, event.moved, event.random, event.spec = known.flops, known.moved, known.random, known.spec
         for j, (kind, payload) in enumerate(known.leaves):
             if kind != "value":
