@@ -17,7 +17,8 @@
 The first two are f and g of Megatron-LM (Shoeybi et al., 2019, section 3), the sequence pair is from Korthikanti et al.
 (2022, section 4.2.2). The backward of each pair is the forward of its conjugate, so second derivatives are right too.
 Outputs that share storage with an input are detached aliases, not views: they share its version counter (in-place
-changes are noticed), form no reference cycle with it, and allow in-place operations of user code on them.
+changes are noticed), form no reference cycle with it, and allow in-place operations of user code on them. What a
+forward computes may be a view, too (`F.linear` of three dims with a bias): it is detached for the same reason.
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, fresh: bool) -> Tensor:
         ctx.group = group
-        return group.all_reduce(
-            x.detach() if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        )
+        mine = x.detach() if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        return group.all_reduce(mine).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
         ctx.placement, ctx.group = placement, group
-        return placement.to_global_gradient(group.all_gather(x), group.size)
+        return placement.to_global_gradient(group.all_gather(x), group.size).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ class _SequenceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return group.reduce_scatter(x, dim)
+        return group.reduce_scatter(x, dim).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -161,14 +161,19 @@ class _SequenceScatter(torch.autograd.Function):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Y = X W^T + b with W cut over its rows; the all-reduce of dX runs while dW is computed."""
+    """Y = X W^T + b with W cut over its rows; the all-reduce of dX runs while dW is computed.
+
+    A zero-bubble pipeline puts a list into `weights_later` of the node: dW and db are then left to what is appended.
+    """
+
+    weights_can_wait = True
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, fan: _FanOut) -> Tensor:
         # a frozen weight needs no input for its gradient
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.fan = group, fan
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -183,9 +188,18 @@ class _ColumnLinear(torch.autograd.Function):
         if alone:
             dx = dx.contiguous()
             pending = ctx.group.all_reduce_start(dx)
-        rows = grad.reshape(-1, grad.shape[-1])
-        dw = torch.matmul(rows.t(), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
-        db = rows.sum(0) if ctx.needs_input_grad[2] else None
+
+        def of_weights() -> tuple[Tensor | None, Tensor | None]:
+            rows = grad.reshape(-1, grad.shape[-1])
+            dw = torch.matmul(rows.t(), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+            return dw, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+        later: list[Any] | None = getattr(ctx, "weights_later", None)
+        if later is None:
+            dw, db = of_weights()
+        else:
+            later.append((ctx, 1, of_weights))
+            dw = db = None
         if pending is not None:
             pending.wait()
         return dx, dw, db, None, None

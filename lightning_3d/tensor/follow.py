@@ -27,7 +27,7 @@ from lightning_3d.tensor.operands import along_sequence, tensors_in
 from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.registry import Args, Kwargs
 from lightning_3d.tensor.resolve import reentered
-from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources, write_into_lent
 from lightning_3d.tensor.weights import WEIGHT_OPS, grouped_mm
 
 __all__ = ["Again", "Beliefs", "Follow", "Refuted"]
@@ -83,6 +83,9 @@ class Follow(Choices, TorchFunctionMode):
         if name == "multi_head_attention_forward":
             with self:
                 return reentered(func)(*args, **kwargs)
+        lent = write_into_lent(name, args, kwargs, func, self.group)
+        if lent:
+            raise Refuted(lent, f"{name} changes a part of it in place that had to be gathered")
         self.choose(name, args, kwargs)
         args, kwargs = tree_map_only(nn.Parameter, self._shown, (tuple(args), kwargs))
         if self.observe is not None and any(map(is_sharded, tensors_in(args, kwargs))):

@@ -34,8 +34,8 @@ class TensorGroup:
         comm: The axis of the mesh.
         dry: Shapes only: for planning and probing.
         sequence_dim: Dim (negative) along which row layers leave their output cut (sequence parallelism), or None.
-        exact_dropout: Draw the mask of the *global* tensor on every rank and use this rank's part, so that results
-            equal one process. Costs the global mask; for tests.
+        exact_dropout: Draw the mask of the *global* tensor (or other random values of its shape) on every rank and use
+            this rank's part, so that results equal one process. Costs the global mask; for tests and proofs.
 
     Attributes:
         strict: Planning only: refuse reductions over a cut feature dim (they cost a collective).
@@ -44,6 +44,7 @@ class TensorGroup:
         conversions: Number of collectives that a hand-written tensor-parallel model would not have.
         entries: Number of whole tensors that entered a sharded region (each costs an all-reduce backward).
         on_whole: Planning only: told (sharded, gathered) of every gather.
+        lent: Planning only: storage of a gathered copy that a view was taken of -> the copy, and its sources.
         parts: Number of neighbours that hold copies of a chunk -> their communicator; where there is none, the whole
             axis gathers.
         shared_entries: Parameters that enter sharded regions together.
@@ -65,6 +66,7 @@ class TensorGroup:
         self.on_whole: Callable[[ShardedTensor, Tensor], None] | None = None
         self.parts: dict[int, Communicator] = {}
         self.shared_entries = SharedEntries()
+        self.lent: dict[int, tuple[Tensor, frozenset[str]]] = {}
         self.gathers = 0
         self.conversions = 0
         self.entries = 0

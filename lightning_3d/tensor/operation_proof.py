@@ -222,6 +222,7 @@ def _run(
                 shown[operand.number] = ShardedTensor(inner, operand.cut, group)
     args, kwargs = tree_map_only(Operand, lambda a: shown[a.number], (operation.args, operation.kwargs))
     function: Any = operation.func
+    torch.manual_seed(readers)  # random values are those of one process
     if isinstance(function, type):  # a custom autograd.Function
         function = function.apply  # type: ignore[attr-defined]
     with Exactly():
@@ -272,7 +273,7 @@ def _compare(
     """The largest error over results and gradients."""
 
     def body(comm: ThreadCommunicator) -> _Outcome:
-        group = TensorGroup(comm, sequence_dim=-2 if plan.sequence else None)
+        group = TensorGroup(comm, sequence_dim=-2 if plan.sequence else None, exact_dropout=True)
         return _run(operation, values, want.readers, group, want.weights)
 
     ranks = must_run(f"{operation} runs on whole tensors but not over", plan.size, body)

@@ -94,7 +94,7 @@ def _convert(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @register_rule("<elementwise in place>")
 def elementwise_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`x.add_(y)` and the like: changes the shard."""
+    """`x.add_(y)` and the like: writes into the shard, never another one in its place (views of it must see it)."""
     x = args[0]
     if type(x) is not ShardedTensor:
         raise NoRule(f"{func.__name__} writes a cut tensor into a whole one")
@@ -109,7 +109,7 @@ def elementwise_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def part(value: Any) -> Any:
         return localize(value, from_right, cut, group) if isinstance(value, Tensor) else value
 
-    x.local = func(*map(part, args), **{k: part(v) for k, v in kwargs.items()})
+    func(*map(part, args), **{k: part(v) for k, v in kwargs.items()})
     x.sources = merged_sources(found)
     return x
 

@@ -57,13 +57,16 @@ def global_dropout_mask(x: Tensor, p: float) -> Tensor:
     return F.dropout(torch.ones(tuple(x.shape), dtype=x.dtype, device=x.device), p, True)
 
 
-def dropout(x: ShardedTensor, p: float) -> ShardedTensor:
-    """Dropout with an own mask per rank, or exactly the global one if the group asks for it."""
+def dropout(x: ShardedTensor, p: float, in_place: bool = False) -> ShardedTensor:
+    """Dropout with an own mask per rank, or exactly the global one if the group asks for it.
+
+    In place it writes into the shard: what shares its storage (a view, the base of one) sees it, too.
+    """
     if x.group.exact_dropout:
         mask = x.placement.to_local(global_dropout_mask(x, p), x.group.rank, x.group.size)
-        return derive(x.local * mask, x.placement, x)
+        return derive(x.local.mul_(mask) if in_place else x.local * mask, x.placement, x)
     with rank_stream(x.group, x.local):
-        return derive(F.dropout(x.local, p), x.placement, x)
+        return derive(F.dropout(x.local, p, True, in_place), x.placement, x)
 
 
 @first("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -76,11 +79,8 @@ def _dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not func.__name__.startswith("dropout"):
         raise NoRule(f"{func.__name__} couples whole channels")
     no_copies(x.placement, "other masks on")
-    out = dropout(x, p)
-    if in_place:
-        x.local = out.local
-        return x
-    return out
+    out = dropout(x, p, in_place)
+    return x if in_place else out
 
 
 @first("dropout1d", "dropout2d", "dropout3d")
@@ -97,9 +97,20 @@ def _draw(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
         raise NoRule(f"{func.__name__} with the user's own generator")
     no_copies(x.placement, "other random numbers on")
+    if x.group.exact_dropout:
+        return _drawn_exactly(func, x, args[1:], kwargs)
     with rank_stream(x.group, x.local):
         out = func(x.local, *args[1:], **kwargs)
+    return x if func.__name__.endswith("_") else derive(out, x.placement, x)
+
+
+def _drawn_exactly(func: Any, x: ShardedTensor, rest: Args, kwargs: Kwargs) -> Any:
+    """The random values one process would draw for the whole `x`: this rank's part of them."""
+    if func.__name__ == "bernoulli" or any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
+        raise NoRule(f"{func.__name__} draws by the values of a tensor")
+    drawn = func(torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device), *rest, **kwargs)
+    part = x.placement.to_local(drawn, x.group.rank, x.group.size)
     if func.__name__.endswith("_"):
-        x.local = out
+        x.local.copy_(part)
         return x
-    return derive(out, x.placement, x)
+    return derive(part, x.placement, x)

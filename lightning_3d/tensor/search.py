@@ -88,6 +88,7 @@ class Search:
             self.runs += 1
             self.heads.clear()
             self.group.conversions = 0
+            self.group.lent.clear()
             self.delivered.clear()
             try:
                 retry(lambda answers: self._once(names, start, answers), FATAL)

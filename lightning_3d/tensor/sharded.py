@@ -7,6 +7,9 @@ wrong data cannot be read silently. An operation without a rule gathers its oper
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_3d.probe.intercept import original_apply
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.placement import NoRule, Placement
@@ -177,16 +181,17 @@ def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
         f"{name} has no tensor-parallel form here ({reason}): activations of shape {shapes} are gathered, which is "
         f"right but slow. They come from {made_by}.",
     )
-    target = args[0] if args else None
+    given = (args, kwargs)
+    target = args[0] if args else kwargs.get("input")
     args, kwargs = tree_map_only(ShardedTensor, whole, (tuple(args), kwargs))
     out = func(*args, **kwargs)
     if name.startswith("_foreach_") and name.endswith("_"):
         for cut, changed in zip(target or (), args[0], strict=True):
             _write_back(cut, changed)
         return None
-    if type(target) is not ShardedTensor or not _is_in_place(name):
-        return out
-    _write_back(target, args[0])
+    if type(target) is not ShardedTensor or not (_is_in_place(name) or _asked_in_place(func, given)):
+        return _lent(out, args, kwargs, operands)
+    _write_back(target, args[0] if args else kwargs["input"])
     return None if name == "__setitem__" else target
 
 
@@ -207,6 +212,67 @@ def _is_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_") and not name.startswith("_")
+
+
+class WholeCopyOfACutTensor(torch.autograd.Function):
+    """Its output is a part of a gathered copy. Autograd refuses to write into it: the shards would not see that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _lent(out: Any, args: Args, kwargs: Kwargs, operands: list[ShardedTensor]) -> Any:
+    """What an operation gives of gathered operands: if it is a view of one, a write into it would be lost.
+
+    While planning the write is noticed and the layer stays whole; with a plan that the user forced it is an error.
+    """
+    homes = {_storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    group = operands[0].group
+
+    def part(x: Tensor) -> Tensor:
+        if type(x) is ShardedTensor or _storage_of(x) not in homes:
+            return x
+        if group.on_gather is not None:
+            group.lent[_storage_of(x)] = x, merged_sources(operands)
+            return x
+        return original_apply(WholeCopyOfACutTensor, x) if x.requires_grad and torch.is_grad_enabled() else x
+
+    return tree_map_only(Tensor, part, out)
+
+
+def _storage_of(x: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return 0 if type(x) is ShardedTensor else x.untyped_storage()._cdata
+
+
+def write_into_lent(name: str, args: Args, kwargs: Kwargs, func: Any, group: TensorGroup) -> frozenset[str]:
+    """Planning only: whose gathered copy this operation changes in place; empty for none."""
+    target = args[0] if args else kwargs.get("input")
+    if not group.lent or not isinstance(target, Tensor):
+        return NO_SOURCES
+    if not (_is_in_place(name) or _asked_in_place(func, (args, kwargs))):
+        return NO_SOURCES
+    return group.lent.get(_storage_of(target), (None, NO_SOURCES))[1]
+
+
+def _asked_in_place(func: Any, given: tuple[Args, Kwargs]) -> bool:
+    """`F.dropout2d(x, 0.5, inplace=True)`."""
+    args, kwargs = given
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    position = _place_of_inplace(func)
+    return position is not None and len(args) > position and bool(args[position])
+
+
+@functools.cache
+def _place_of_inplace(func: Any) -> int | None:
+    names = list(inspect.signature(func).parameters) if isinstance(func, types.FunctionType) else []
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _whole_sequence(x: ShardedTensor) -> Tensor:

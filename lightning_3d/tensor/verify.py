@@ -197,7 +197,7 @@ def _losses_error(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def _rewritten(original: nn.Module, plan: TensorPlan, comm: ThreadCommunicator) -> tuple[nn.Module, TensorGroup]:
-    group = TensorGroup(comm)
+    group = TensorGroup(comm, exact_dropout=True)  # what the step draws on cut tensors is what one process draws
     model = exact_copy(original)
     rewrite(model, plan, group)
     return model, group

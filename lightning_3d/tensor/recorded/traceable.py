@@ -92,7 +92,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Placement, group: int, rank: int, size: int) -> Tensor:
         ctx.settings = (placement, rank, size)
-        return placement.to_global_gradient(list(_ops.all_gather(x, group, size).unbind(0)), size)
+        return placement.to_global_gradient(list(_ops.all_gather(x, group, size).unbind(0)), size).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: int, group: int) -> Tensor:
         ctx.settings = (copies, group)
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
