@@ -5,8 +5,9 @@ of weights, which nobody waits for. The autograd graph of a window is divided at
 follows only the edges that lead to received values and remembers what arrived at every product; `weight_half` starts
 again from there, and follows only the edges that lead to weights. Nothing is computed twice.
 
-What cannot be divided without doing work twice stays in the first half: weights used by anything but a matrix product
-or a convolution (norms, custom autograd Functions, compiled blocks), and weights that are reached on several ways.
+Custom autograd Functions that say so (`weights_can_wait`, the tensor-parallel column layers) leave their weights' part
+themselves. What cannot be divided without doing work twice stays in the first half: weights used by anything else
+(norms, other custom Functions, compiled blocks), and weights that are reached on several ways.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class WeightHalf:
     Attributes:
         branches: Per matrix product, the edges on which its weights wait.
         arrived: What the products' outputs were given in the first half.
+        left: (node, first input, function) of custom Functions: the function gives the gradients of these inputs.
         parts: (start, gradient) of pieces of the graph that no received value is reached from.
         weights: Those the branches lead to.
     """
 
     branches: dict[Node, list[GradientEdge]] = field(default_factory=dict)
     arrived: dict[Node, Sequence[Tensor | None]] = field(default_factory=dict)
+    left: list[tuple[Any, int, Callable[[], Sequence[Tensor | None]]]] = field(default_factory=list)
     parts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
 
@@ -72,12 +75,18 @@ class WeightHalf:
                 if gradient is not None:
                     starts.append(edge)
                     gradients.append(gradient)
+        for node, first, function in self.left:
+            for number, of_weight in enumerate(function(), first):
+                if of_weight is not None:
+                    starts.append(GradientEdge(*node.next_functions[number]))
+                    gradients.append(of_weight)
         if starts:
             torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self.weights)
         if self.parts:
             torch.autograd.backward([s for s, _ in self.parts], [g for _, g in self.parts])
         self.branches.clear()
         self.arrived.clear()
+        self.left.clear()
         self.parts.clear()
 
 
@@ -101,8 +110,12 @@ def input_half(outputs: Sequence[tuple[GradientEdge, Tensor]], leaves: Iterable[
     branches, now = graph.divide()
     half.weights = [w for w in graph.weights_behind(b.edge.node for b in branches) if id(w) not in now]
     later = {id(w) for w in half.weights}
+    waiting = []
     for branch in branches:
-        if any(id(w) in later for w in graph.weights_behind([branch.edge.node])):
+        if _can_wait(branch.product):
+            branch.product.weights_later = half.left  # type: ignore[attr-defined]
+            waiting.append(branch.product)
+        elif any(id(w) in later for w in graph.weights_behind([branch.edge.node])):
             half.branches.setdefault(branch.product, []).append(branch.edge)
     handles = [node.register_prehook(_remember(half.arrived, node)) for node in half.branches]
     try:
@@ -112,6 +125,8 @@ def input_half(outputs: Sequence[tuple[GradientEdge, Tensor]], leaves: Iterable[
     finally:
         for handle in handles:
             handle.remove()
+        for node in waiting:
+            node.weights_later = None  # type: ignore[attr-defined]
     return half
 
 
@@ -160,12 +175,21 @@ class _Graph:
                 for child, number in _edges(node):
                     if child not in self.to_leaf:
                         parents[child, number].append(node)
-        good = {key: of[0] for key, of in parents.items() if len(of) == 1 and _is_product(of[0])}
-        now: dict[int, Tensor] = {}
-        for child, number in parents:
-            if (child, number) not in good:
-                now.update((id(w), w) for w in self.weights_behind([child]))
-        return [_Branch(parent, GradientEdge(child, number)) for (child, number), parent in good.items()], now
+        good = {key: of[0] for key, of in parents.items() if len(of) == 1 and (_is_product(of[0]) or _can_wait(of[0]))}
+        while True:
+            now: dict[int, Tensor] = {}
+            for child, number in parents:
+                if (child, number) not in good:
+                    now.update((id(w), w) for w in self.weights_behind([child]))
+            # a custom Function leaves all of its weights or none
+            torn = {node for node in good.values() if _can_wait(node) and any(id(w) in now for w in self._own(node))}
+            if not torn:
+                return [_Branch(parent, GradientEdge(*key)) for key, parent in good.items()], now
+            good = {key: node for key, node in good.items() if node not in torn}
+
+    def _own(self, node: Node) -> list[Tensor]:
+        """Weights behind the branches of a node."""
+        return self.weights_behind(child for child, _ in _edges(node) if child not in self.to_leaf)
 
     def weights_behind(self, starts: Iterable[Node]) -> list[Tensor]:
         """Weights reached from nodes that no received value is reached from."""
@@ -175,6 +199,10 @@ class _Graph:
 
 def _is_product(node: Node) -> bool:
     return node.name().rstrip("0123456789") in _PRODUCT_NAMES
+
+
+def _can_wait(node: Node) -> bool:
+    return getattr(getattr(node, "_forward_cls", None), "weights_can_wait", False)
 
 
 def _edges(node: Node) -> list[tuple[Node, int]]:
