@@ -21,6 +21,7 @@ from lightning_3d.errors import ConfigurationError, ParityError
 from lightning_3d.explain import describe_plan, stages_of
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline import Simulation, simulate
+from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.probe import call_step, intercept_functions
 from lightning_3d.proof import LARGEST_RUN, is_small, prove_plan
 from lightning_3d.tensor import (
@@ -177,7 +178,7 @@ def explain(module: nn.Module, batch: Any, layout: Layout | str) -> str:
         plan = plan_tensor_parallel(module, _step(batch), layout.tp) if layout.tp > 1 else None
         stages = None
         if layout.pp > 1:
-            stages = stages_of(simulate(module, layout.pp, batch).partitions[0])
+            stages = stages_of(simulate(module, layout.pp, batch, owners=_owners(layout)).partitions[0])
     return describe_plan(layout, plan, shapes, stages)
 
 
@@ -195,6 +196,11 @@ def _without_trainer(module: nn.Module) -> Iterator[None]:
             "Trainer it works, and the plan is proved there before training (strategy.explain() shows it). To use them "
             "here, guard those lines: `if self._trainer is not None: ...`."
         ) from None
+
+
+def _owners(layout: Layout) -> tuple[int, ...]:
+    """Which stage runs which part of the model."""
+    return TrainingSchedule(layout.schedule, layout.pp, layout.virtual, layout.order).owners
 
 
 def _step(batch: Any) -> Callable[[nn.Module], Any]:
@@ -222,7 +228,7 @@ def _through_stages(
             if plan is not None:
                 group = TensorGroup(comm)
                 rewrite(model, plan, group)
-            return simulate(model, layout.pp, batch, tensor_group=group, **options)
+            return simulate(model, layout.pp, batch, tensor_group=group, owners=_owners(layout), **options)
 
         def uncut(seed: int) -> Tensor | None:
             return simulate(original, 1, batch, forward_context=Exactly, seed=seed).result.loss

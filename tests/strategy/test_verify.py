@@ -79,3 +79,17 @@ def test_a_step_that_cannot_run_here(batch: Any) -> None:
                 ConfigurationError, match=r"NeedsTrainer uses self\.trainer.*self\._trainer is not None"
             ):
                 look(NeedsTrainer(), batch, layout)
+
+
+@pytest.mark.parametrize("layout", ["pp2-interleaved_1f1b-v2", "pp2-interleaved_1f1b-v2-contiguous", "pp2-zb_v"])
+def test_every_part_of_a_stage_is_proved_and_explained(layout: str) -> None:
+    module = models.build("gpt")
+    batch = next(iter(models.loader("gpt", 8, 8)))
+    report = lightning_3d.verify(module, batch, layout)
+    assert report.ok
+    text = lightning_3d.explain(module, batch, layout)
+    stages = text[text.index("pipeline stages") :]
+    assert "wte" in stages
+    assert "head" in stages
+    several = "to 0" in stages or "to 1" in stages
+    assert several, stages
