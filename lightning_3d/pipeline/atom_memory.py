@@ -95,7 +95,8 @@ class AtomMemory:
             self._calls.setdefault(name, {})[key] = found
 
     def learn(self, atoms: Mapping[str, nn.Module]) -> None:
-        """Sort the atoms of the first trace into kinds."""
+        """Sort the atoms of the first trace into kinds. Calls of finer atoms, of an earlier try, are forgotten."""
+        self._calls = {name: calls for name, calls in self._calls.items() if name in atoms}
         kinds: dict[object, int] = {}
         lists: dict[str, dict[str, nn.Module]] = {}
         for name in self._calls:
