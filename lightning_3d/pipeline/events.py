@@ -107,6 +107,7 @@ class Event:
         holders: Mutable arguments an atom changes: (number of the holder, its keys afterwards).
         hooked: Submodules of an atom with forward hooks: (module, argument metas and constants, their spec).
         attributes: Tensors an atom leaves in attributes: (module, name).
+        kept: Those among `attributes` whose list or dict was changed in place.
         flops: Of the forward.
         moved: Bytes its operations write in the forward.
         seconds: Forward and backward, where they were measured.
@@ -128,6 +129,7 @@ class Event:
     holders: list[tuple[int, list[Any]]] = field(default_factory=list)
     hooked: list[tuple[nn.Module, list[Any], Any]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
     flops: int = 0
     moved: int = 0
     seconds: float | None = None

@@ -23,7 +23,7 @@ from torchmetrics import MetricCollection
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
-from lightning_3d.pipeline.holders import holders, set_slots
+from lightning_3d.pipeline.holders import holders, set_slots, slots
 from lightning_3d.pipeline.phantom import Phantom, is_passive
 from lightning_3d.pipeline.regions import checkpoint_regions
 from lightning_3d.probe import intercept_functions
@@ -156,8 +156,12 @@ class Glue(TorchFunctionMode, ABC):
             set_slots(found[number], list(zip(keys, new, strict=True)))
         for (submodule, arg_leaves, spec), result in zip(event.hooked, hooked, strict=True):
             _fire_hooks(submodule, self._hook_arguments(arg_leaves, spec), result)
-        for (submodule, name), value in zip(event.attributes, attributes, strict=True):
-            object.__setattr__(submodule, name, value)
+        for (submodule, name), kept, value in zip(event.attributes, event.kept, attributes, strict=True):
+            held = submodule.__dict__.get(name)
+            if kept and type(held) is type(value):
+                set_slots(held, slots(value) or [])
+            else:
+                object.__setattr__(submodule, name, value)
         return out
 
     def _turn(self, tensor: Any, vid: Vid) -> None:

@@ -86,6 +86,12 @@ def function_name(func: Any) -> str:
     return f"{func.__self__.__name__}.{name}" if name == "__get__" else name
 
 
+def _has_gradient(x: Tensor, requires_grad: bool = True) -> bool:
+    """Whether `x.requires_grad_(requires_grad)` changes nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.requires_grad == requires_grad
+
+
 class Resolver(Protocol):
     """Whoever can turn a phantom into the value it stands for."""
 
@@ -128,6 +134,8 @@ class Phantom(Tensor):
         if is_passive(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.requires_grad_ and _has_gradient(args[0], *args[1:], **kwargs):
+            return args[0]  # what libraries do in hooks on embeddings, for activation checkpoints
         # no interpreter is on: a phantom inside an opaque object reached an owned atom, or a checkpoint recomputes
         leaves, spec = tree_flatten((args, kwargs))
         args, kwargs = tree_unflatten([x.run.value(x) if isinstance(x, Phantom) else x for x in leaves], spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,7 @@ class AtomExecution:
 
     def execute(self, name: str) -> None:
         try:
-            with self.owner.fakes.mode:
+            with self.owner.fakes.mode, _quiet():
                 self._call(self._fakes)
         except PipelineError:
             raise
@@ -134,6 +135,17 @@ class AtomExecution:
             finally:
                 for submodule, hooks in zip(hooked, saved, strict=True):
                     submodule._forward_hooks.update(hooks)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback for every operation that has no shape rule, although the failure is handled here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _like_parameter(real: Tensor, fake: Any) -> nn.Parameter:

@@ -95,6 +95,12 @@ class TraceRun(Glue):
     # -- values
     def value(self, phantom: Phantom) -> Tensor:
         """A phantom inside an opaque object was touched by the atom that runs."""
+        if phantom.vid not in self.fake_of:
+            raise PipelineError(
+                f"a forward hook of a module inside {self.trace.events[-1].name} computes with the module's result. "
+                "Such a hook may keep the result, but not compute with it or change it: do that in the step, or in the "
+                "module's forward."
+            )
         self._touched_inside.add(phantom.vid)
         return self.fake_of[phantom.vid]
 
@@ -233,10 +239,11 @@ class TraceRun(Glue):
             event.flops, event.random, event.moved = execution.flops, execution.random, execution.moved
             left = [
                 (key, x)
-                for key, x in _attributes(module).items()
-                if has_tensor(x) and (key not in before or before[key] is not x)
+                for key, (x, inside) in _attributes(module).items()
+                if has_tensor(x) and (key not in before or before[key][0] is not x or _differ(before[key][1], inside))
             ]
             event.attributes = [(self._module_by_id[i], attribute) for (i, attribute), _ in left]
+            event.kept = [key in before and before[key][0] is x for key, x in left]
             event.hooked = [
                 (submodule, [TensorMeta.of(x) if isinstance(x, Tensor) else x for x in flat], arg_spec)
                 for submodule, flat, arg_spec, _ in execution.taps
@@ -311,11 +318,16 @@ def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {n: (id(x), -1 if x.is_inference() else x._version) for n, x in module.named_buffers()}
 
 
-def _attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
-    """Python attributes of all submodules."""
+def _differ(before: list[Any], now: list[Any]) -> bool:
+    """Whether these are other objects."""
+    return len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True))
+
+
+def _attributes(module: nn.Module) -> dict[tuple[int, str], tuple[Any, list[Any]]]:
+    """Python attributes of all submodules, and what is in those that are lists or dicts."""
     skipped = ("_parameters", "_buffers", "_modules", "_non_persistent")
     return {
-        (id(m), key): value
+        (id(m), key): (value, tree_flatten(value)[0] if isinstance(value, (list, dict)) and value else [])
         for m in module.modules()
         for key, value in m.__dict__.items()
         if not key.startswith(skipped) and key != "forward"
