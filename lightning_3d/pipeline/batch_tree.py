@@ -44,6 +44,25 @@ def children_of(value: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]],
     return None
 
 
+def attributes_of(value: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
+    """As `children_of`, also for a batch of a class of the user's own: tensors in attributes, and a method `to`.
+
+    Its tensors and arrays must agree about the number of samples: a class in which they do not (a graph with nodes and
+    edges) cannot be cut without knowing what they mean, and is a leaf. Entries of lists are never opened like this.
+    """
+    children = children_of(value)
+    if children is not None or isinstance(value, (Tensor, np.ndarray, *SCALARS, type)):
+        return children
+    found = getattr(value, "__dict__", None)
+    if not found or not callable(getattr(value, "to", None)):
+        return None
+    sizes = {len(x) if x.ndim else None for x in found.values() if isinstance(x, (Tensor, np.ndarray))}
+    if len(sizes) != 1 or None in sizes:
+        return None
+    names = list(found)
+    return names, [found[n] for n in names], lambda new: _like_dataclass(value, names, new)
+
+
 def _like_mapping(value: Mapping[Any, Any], new: list[Any]) -> Any:
     pairs = dict(zip(value, new, strict=True))
     if type(value) is dict:
@@ -114,7 +133,7 @@ def signature(batch: Any) -> Any:
         return (type(batch), batch)
     if isinstance(batch, np.ndarray):
         return ("array", batch.shape, batch.dtype.str)
-    children = children_of(batch)
+    children = attributes_of(batch)
     if children is None:
         return type(batch)
     keys, values, _ = children

@@ -21,6 +21,7 @@ from lightning_3d.pipeline.batch_tree import (
     Path,
     are_scalars,
     are_tensors,
+    attributes_of,
     children_of,
     has_first_dim,
     is_plain_sequence,
@@ -79,7 +80,7 @@ class _Knife(NamedTuple):
         if isinstance(value, (Tensor, np.ndarray)):
             fits = value.ndim > 0 and len(value) == self.size
             return value[self.start : self.stop] if self._remember(path, fits, value) else value
-        children = children_of(value)
+        children = attributes_of(value)
         if children is None:
             _check_leaf(value)
             return value
@@ -127,7 +128,8 @@ def _check_leaf(value: Any) -> None:
     if any(isinstance(x, Tensor) for x in vars(value).values()):
         raise PipelineError(
             f"the batch holds a {type(value).__name__} with tensors inside, which cannot be cut into microbatches. "
-            "Make it a dict, a tuple or a dataclass, or register it with torch.utils._pytree.register_pytree_node."
+            "Make it a dict, a tuple or a dataclass, give it a method to(device) and only tensors with one entry per "
+            "sample, or register it with torch.utils._pytree.register_pytree_node."
         )
 
 

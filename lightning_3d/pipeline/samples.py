@@ -20,6 +20,7 @@ from lightning_3d.pipeline.batch_tree import (
     Path,
     are_scalars,
     are_tensors,
+    attributes_of,
     children_of,
     has_first_dim,
     is_plain_sequence,
@@ -194,7 +195,7 @@ def _vote(value: Any, path: Path, votes: _Votes, memory: Memory, structure: bool
     elif not structure and are_tensors(value) and len({len(x) if x.ndim else -1 for x in value}) == 1:
         if value[0].ndim:
             votes.views.append((len(value[0]), path))
-    elif children := children_of(value):
+    elif children := attributes_of(value):
         confirmed = confirmed_lists(children[1])
         for i, (key, x) in enumerate(zip(children[0], children[1], strict=True)):
             if i in confirmed and memory.get((*path, key)) is not False:
