@@ -64,7 +64,7 @@ def make_plan(
         return _placed(module, atoms, trace, named_starts(trace, names), stages, owners)
     atoms = find_atoms(module, len(owners))
     trace = tracer(atoms)
-    block = _repeated_block(trace, len(owners))
+    block = _repeated_block(module, trace, len(owners))
     if block is not None:
         # one block called again and again (ALBERT): it is the piece, not its layers
         atoms = find_atoms(module, len(owners), closed=(block,))
@@ -165,11 +165,14 @@ def _repeats_one_piece(trace: Trace) -> bool:
     return len(runs) == len(set(runs))
 
 
-def _repeated_block(trace: Trace, parts: int) -> str | None:
-    """The module that holds all atoms called often, if each of its calls is a fine enough piece of the step."""
+def _repeated_block(module: nn.Module, trace: Trace, parts: int) -> str | None:
+    """The module that holds all atoms called often, if each of its calls is a fine enough piece of the step.
+
+    A stack of layers that is called often (an encoder, several views) is none: its layers are the pieces.
+    """
     names = trace.call_names()
     counts = {name: names.count(name) for name in set(names)}
-    repeated = [name for name, count in counts.items() if count >= 2 * parts]
+    repeated = [name for name, count in counts.items() if count >= parts]
     if len(repeated) < 2:
         return None
     paths = [name.split(".") for name in repeated]
@@ -179,4 +182,11 @@ def _repeated_block(trace: Trace, parts: int) -> str | None:
             break
         common.append(keys[0])
     block = ".".join(common)
-    return block or None
+    inside = module.get_submodule(block).modules() if block else ()
+    stacks = [m for m in inside if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) >= parts]
+    return None if not block or any(_whole_layers(m) for m in stacks) else block
+
+
+def _whole_layers(stack: nn.Module) -> bool:
+    """Whether at least two elements consist of several layers."""
+    return sum(sum(1 for m in child.modules() if m._parameters) > 1 for child in stack.children()) > 1
