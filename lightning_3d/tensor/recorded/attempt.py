@@ -53,13 +53,13 @@ class Attempt:
         self.name, self.block, self.group, self.compiler = name, block, group, compiler
         self.device = device_of(block)
         self.why: str | None = None
-        self._python = PythonCode()
+        self._guards: Guards | None = None
         self._recorder: Recorder | None = None
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call itself; whatever else goes wrong is only noted."""
-        self._before = Guards(self.block)
-        if self._before.hooked:
+        guards = self._guards = self._try(lambda: Guards(self.block, forward))
+        if guards is not None and guards.hooked:
             self.why = "its submodules have hooks"
         elif not PythonCode.available():
             self.why = "a Python profiler is running"
@@ -69,6 +69,8 @@ class Attempt:
         if recorder is None:
             return forward(*args, **kwargs)
         self._recorder = recorder
+        assert guards is not None
+        self._python = PythonCode(guards.enter)
         with self._python, observed(recorder, self.group):
             return forward(*args, **kwargs)
 
@@ -104,8 +106,8 @@ class Attempt:
         function = function or self._checked(lambda: function_of(simplified(tape)), tape, exact, gradients)
         if function is None:
             return None
-        guards = Guards(self.block, self._python)
-        return Program(function, [(s.where, s.key) for s in tape.slots], guards, tape)
+        assert self._guards is not None
+        return Program(function, [(s.where, s.key) for s in tape.slots], self._guards, tape)
 
     def _compiled(self, tape: Tape, exact: Replay, gradients: Any) -> Function | None:
         """The compiled program, or None: with a warning, and as if nobody had asked for it."""
@@ -151,9 +153,9 @@ class Attempt:
         recorder = self._recorder
         if recorder is None or recorder.why is not None:
             raise Refused(self.why or (recorder.why if recorder is not None else None) or "it was not recorded")
-        if not self._before.hold():
-            raise Refused("it writes attributes of its modules, or containers they hold")
+        assert self._guards is not None
         self._python.check()
+        self._guards.check()
         if not has_room(self.device, 3 * recorder.bytes):
             raise Refused("there is not enough free memory to prove it")
         tape = recorder.tape

@@ -1,8 +1,7 @@
 """IS the block what it was when it was recorded?  One comparison of everything its Python code may look at.
 
-Compared at every call: attributes of all submodules, contents of their containers, attributes of objects they hold
-(configurations) two levels deep, parameters' flags, hooks, and global numbers the code reads. Values are compared by
-identity first, so what did not change costs almost nothing.
+What that is, `readable.Readable` says. Compared at every call, by identity (a number also by type and value), so what
+did not change costs a few nanoseconds each. What has become too much for that is not recorded.
 """
 
 from __future__ import annotations
@@ -10,110 +9,146 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_room
 
-from lightning_3d.tensor.group import TensorGroup
-from lightning_3d.tensor.recorded.tape import Slot
-from lightning_3d.tensor.recorded.watch import PRIMITIVES, PythonCode
+from lightning_3d.probe.reach import NUMBERS
+from lightning_3d.tensor.recorded.readable import EXCHANGED, Readable
+from lightning_3d.tensor.recorded.tape import Refused, Slot
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN = ("_parameters", "_buffers", "_modules")
-_EXCHANGED = ("forward", "_compiled_call_impl")  # whoever runs the block may put others there for a while
-_STANDARD = frozenset((*nn.Module().__dict__, *_EXCHANGED))
-_OPAQUE: tuple[type, ...] = (
-    *(type, types.FunctionType, types.MethodType, types.ModuleType, types.BuiltinFunctionType),
-    *(Tensor, TensorGroup),  # a tensor is looked up by its slot, the group is in the signature
-)
-_DEPTH = 2
-_LARGE = 1000  # a table of that size is data
+_MOST_VALUES = 4000
 _GLOBAL_HOOKS = [
     value for name, value in vars(module_room).items() if name.startswith("_global_") and name.endswith("_hooks")
 ]
 _flags = attrgetter("requires_grad", "dtype")
+_values_of_dict = dict.values
+_namespace = attrgetter("__dict__")
+_values_of_namespace = types.MappingProxyType.values
+_content = attrgetter("cell_contents")
+_made_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_MISSING = object()
 
 
 class Guards:
-    """A snapshot of a block, and whether it still holds.
+    """A snapshot of a block and of all its code may look at, and whether it still holds.
+
+    It is taken before a call, and grows while the call runs (`enter`): what a function can look at is noted before the
+    function can change it.
 
     Args:
         block: The block.
-        python: What Python code a call runs, if that is known.
+        forward: The forward that runs, if it is not the class's.
+
+    Raises:
+        Refused: Something cannot be compared.
     """
 
-    def __init__(self, block: nn.Module, python: PythonCode | None = None) -> None:
+    def __init__(self, block: nn.Module, forward: Any = None) -> None:
         modules = list(block.modules())
         self._own = block.__dict__
-        self._own_values = itemgetter(*(k for k in self._own if k not in _EXCHANGED))
-        inner = [m.__dict__ for m in modules[1:]]
-        owned = [d for m in modules for d in (m.__dict__[k] for k in _OWN) if d]
-        self._dicts: list[dict[Any, Any]] = inner + owned
-        self._sequences: list[list[Any]] = []
-        self._sets: list[set[Any]] = []
-        seen = set(map(id, modules))
-        for module in modules:
-            for key, value in module.__dict__.items():
-                if key not in _STANDARD:
-                    self._collect(value, seen, _DEPTH)
         self._hooks = [h for m in modules[1:] for h in (m.__dict__[k] for k in _HOOKS)] + _GLOBAL_HOOKS
-        self._tensors = [t for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None]
-        self._globals = [] if python is None else [(space, name) for space, name, _ in python.globals_read()]
-        for value in [] if python is None else python.objects_read():
-            self._collect(value, seen, 0)
         self.hooked = any(self._hooks)
+        self._tensors = [t for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None]
+        self._readable = Readable(block, forward)
+        self._ran: set[types.CodeType] = set()
+        self._functions: list[types.FunctionType] = []
+        self._cells: list[Any] = []
         self._before = self._state()
 
-    def _collect(self, value: Any, seen: set[int], depth: int) -> None:
-        """Containers and plain objects whose content the code may look at."""
-        if isinstance(value, (*PRIMITIVES, *_OPAQUE)) or id(value) in seen:
-            return
-        if isinstance(value, (dict, list, tuple, set)) and len(value) > _LARGE:
-            return
-        seen.add(id(value))
-        if isinstance(value, nn.Module):  # one that is no part of the block
-            self._dicts.append(value.__dict__)
-            return
-        if isinstance(value, dict):
-            self._dicts.append(value)
-            parts: Any = value.values()
-        elif isinstance(value, (list, tuple)):
-            parts = value
-            if isinstance(value, list):
-                self._sequences.append(value)
-        elif isinstance(value, set):
-            self._sets.append(value)
-            return
-        elif isinstance(getattr(value, "__dict__", None), dict):
-            self._dicts.append(value.__dict__)
-            parts = value.__dict__.values()
-        else:
-            return
-        if depth:
-            for part in list(parts):
-                self._collect(part, seen, depth - 1)
+    def enter(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        """A function of the call is about to run for the first time.
 
-    def _state(self) -> tuple[Any, ...]:
-        own = self._own
-        return (
-            tuple(chain.from_iterable(map(dict.values, self._dicts))),
-            self._own_values(own),
-            list(map(_flags, self._tensors)),
-            list(map(tuple, self._sequences)),
-            list(map(frozenset, self._sets)),
-            [namespace.get(name) for namespace, name in self._globals],
-            len(own) - sum(k in own for k in _EXCHANGED),
+        Raises:
+            Refused: It can look at something that cannot be compared, or something has changed meanwhile.
+        """
+        if not self.hold():
+            raise Refused("it writes attributes of its modules, or containers they hold, or globals")
+        self._readable.enter(code, space)
+        self._ran.add(code)
+        self._functions = [f for f in self._readable.functions if f.__code__ in self._ran]
+        self._cells = [c for f in self._functions for c in f.__closure__ or () if _has_content(c)]
+        self._before = self._state()
+
+    def check(self) -> None:
+        """At the end of the call.
+
+        Raises:
+            Refused: Something has changed, or it is too much to compare at every call.
+        """
+        if not self.hold():
+            raise Refused("it writes attributes of its modules, or containers they hold, or globals")
+        if len(self._before[0]) > _MOST_VALUES:
+            raise Refused(f"its code can look at {len(self._before[0])} values, too many to compare at every call")
+        known = {f.__code__ for f in self._functions} | self._readable.codes_inside(iter(self._ran))
+        unknown = next((c for c in self._ran if c.co_freevars and c not in known), None)
+        if unknown is not None:
+            raise Refused(f"it runs {unknown.co_name}, of which nobody knows what it sees of the functions around it")
+
+    def _state(self) -> tuple[list[Any], tuple[Any, ...]]:
+        """(What must be the same objects, what must be equal)."""
+        found, own = self._readable, self._own
+        values = list(
+            chain(
+                chain.from_iterable(found.dicts),
+                chain.from_iterable(map(_values_of_dict, found.dicts)),
+                chain.from_iterable(found.sequences),
+                chain.from_iterable(map(_values_of_namespace, map(_namespace, found.classes))),
+                chain.from_iterable([_as_tuple(get(space)) for get, space in found.getters]),
+                map(_content, self._cells),
+                chain.from_iterable(map(_made_of, self._functions)),
+                [reference() for reference in found.references],
+                [getattr(value, name, _MISSING) for value, names in found.slotted for name in names],
+            )
         )
+        equal = (
+            list(map(len, found.dicts)),
+            list(map(len, found.sequences)),
+            list(map(len, found.sized)),
+            list(map(_flags, self._tensors)),
+            len(own) - sum(k in own for k in EXCHANGED),
+            [array.tobytes() for array in found.arrays],
+        )
+        return values, equal
 
     def hold(self) -> bool:
         """Nothing has changed, and no submodule has hooks."""
-        try:
-            return not any(self._hooks) and self._state() == self._before
-        except Exception:  # objects that cannot be compared are other objects
+        if any(self._hooks):
             return False
+        try:
+            now, equal = self._state()
+        except (KeyError, AttributeError, ValueError):  # something is not there any more
+            return False
+        before, equal_before = self._before
+        if equal != equal_before or len(now) != len(before):
+            return False
+        return all(map(is_, now, before)) or all(map(_same, now, before))
+
+
+def _as_tuple(got: Any) -> Any:
+    return got if type(got) is tuple else (got,)
+
+
+def _same(now: Any, before: Any) -> bool:
+    """The same object, or the same number or text."""
+    if now is before:
+        return True
+    kind = type(now)
+    if kind is tuple:
+        return type(before) is tuple and len(now) == len(before) and all(map(_same, now, before))
+    return kind is type(before) and kind in NUMBERS and bool(now == before) and repr(now) == repr(before)
+
+
+def _has_content(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def slots_of(block: nn.Module) -> list[Slot]:

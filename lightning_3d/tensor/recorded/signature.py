@@ -65,6 +65,8 @@ def signature(
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch._C._get_deterministic_algorithms(),
         group.sequence_dim,
         group.exact_dropout,
     ]

@@ -10,6 +10,7 @@ import dis
 import gc
 import random
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -21,13 +22,23 @@ from lightning_3d.probe import SharedPatch
 from lightning_3d.tensor.recorded.tape import Refused
 from lightning_3d.tensor.registry import words
 
-PRIMITIVES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
-
 _DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _ALIASES = ("aten.detach", "aten.view.default", "aten.alias")
 _OURS = (
     *("torch", "lightning_3d.tensor", "lightning_3d.probe", "lightning_3d.comm", "contextlib", "importlib", "typing"),
-    *("warnings", "abc", "enum", "copy", "functools", "collections", "linecache", "threading", "logging", "re"),
+    *(
+        "warnings",
+        "abc",
+        "enum",
+        "copy",
+        "inspect",
+        "functools",
+        "collections",
+        "linecache",
+        "threading",
+        "logging",
+        "re",
+    ),
 )
 _TRAINERS = ("lightning.", "pytorch_lightning")
 _OUTPUT = frozenset(words("print write input open writelines"))
@@ -72,11 +83,16 @@ def _indexes_by_numbers(func: Any, args: Any) -> bool:
 
 
 class PythonCode:
-    """Python functions that run while this is open, by `sys.setprofile` of this thread."""
+    """Python functions that run while this is open, by `sys.setprofile` of this thread.
 
-    def __init__(self) -> None:
+    Args:
+        entered: Told of every function of the user's code (or of a library other than torch) before it first runs:
+            its code and its globals. It may raise `Refused`.
+    """
+
+    def __init__(self, entered: Callable[[CodeType, dict[str, Any]], None]) -> None:
         self._codes: dict[CodeType, dict[str, Any]] = {}
-        self._enclosing: list[Any] = []
+        self._entered = entered
         self.why: str | None = None
 
     @staticmethod
@@ -100,11 +116,14 @@ class PythonCode:
         self.why = self.why or why
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and _for_us(frame):
+            return
         if event == "call":
             code, home = frame.f_code, frame.f_globals.get("__name__", "")
             if code not in self._codes and not home.startswith(_OURS):
                 self._codes[code] = frame.f_globals
-                self._enclosing += [frame.f_locals.get(name) for name in code.co_freevars]
+                if self.why is None:
+                    self._enter(code, frame.f_globals)
                 if home.startswith(_TRAINERS):
                     self._refuse(f"it asks the LightningModule or the trainer ({code.co_name})")
         elif event == "c_call" and not frame.f_globals.get("__name__", "").startswith(_OURS):
@@ -114,19 +133,13 @@ class PythonCode:
             elif _home(argument).startswith(_UNPREDICTABLE):
                 self._refuse(f"it calls {_home(argument)}.{name}, which gives another value every time")
 
-    def globals_read(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Global numbers, strings, ... that the code names: (namespace, name, value)."""
-        found = {}
-        for code, namespace in self._codes.items():
-            for name in code.co_names:
-                if name in namespace and isinstance(namespace[name], PRIMITIVES):
-                    found[id(namespace), name] = (namespace, name, namespace[name])
-        return list(found.values())
-
-    def objects_read(self) -> list[Any]:
-        """Global and enclosing objects the code names."""
-        named = [namespace[n] for code, namespace in self._codes.items() for n in code.co_names if n in namespace]
-        return named + self._enclosing
+    def _enter(self, code: CodeType, space: dict[str, Any]) -> None:
+        try:
+            self._entered(code, space)
+        except Refused as reason:
+            self.why = str(reason)
+        except Exception as error:  # the user's call must not see it
+            self.why = f"what {code.co_name} looks at was not found ({type(error).__name__}: {error})"
 
     def check(self) -> None:
         """Raises `Refused` if the code did, or may have done, something a program could not repeat."""
@@ -138,6 +151,17 @@ class PythonCode:
                     break
         if self.why is not None:
             raise Refused(self.why)
+
+
+def _for_us(frame: FrameType) -> bool:
+    """Code of Python's library that our own code called."""
+    at: FrameType | None = frame
+    while at is not None:
+        home = at.f_globals.get("__name__", "")
+        if home.partition(".")[0] not in sys.stdlib_module_names:
+            return at is not frame and home.startswith("lightning_3d.")
+        at = at.f_back
+    return False
 
 
 _collecting = True

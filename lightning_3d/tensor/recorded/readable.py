@@ -1,0 +1,270 @@
+"""WHAT may the block's code look at?  All of it, found before it is looked at; or a reason why it cannot be compared.
+
+From the block: attributes of its modules, what they hold however deep, their classes. From every Python function that
+runs in the call, at its entry: globals it names (also through modules, `os.environ`), closures, defaults, and all that
+those hold. Objects whose state cannot be compared (iterators, large tables, the LightningModule) end the recording.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.probe.reach import (
+    ATOMS,
+    LIBRARIES,
+    cells_of,
+    contents_of,
+    globals_of,
+    held_attributes,
+    hides_state,
+    home,
+    is_array,
+    is_iterator,
+    is_random,
+    names_of,
+    parts_of,
+    slots_of_class,
+)
+from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.recorded.tape import Refused
+from lightning_3d.tensor.registry import words
+
+OWN = ("_parameters", "_buffers", "_modules")
+EXCHANGED = ("forward", "_compiled_call_impl")  # whoever runs the block may put others there for a while
+_STANDARD = frozenset(nn.Module().__dict__) - {"training", *OWN}
+_BYTES = 4096
+_MOST_OBJECTS = 20_000
+_HEAP_TYPE = 1 << 9  # a class that can be changed
+_OPAQUE_HOMES = frozenset(
+    words(
+        "typing abc _abc logging threading _thread torch lightning_3d re inspect importlib _frozen_importlib warnings"
+    )
+)
+"""Of these packages objects have no state that a result could depend on (or it is in the signature of the call)."""
+_OPAQUE: tuple[type, ...] = (
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType),
+    *(types.MemberDescriptorType, types.ClassMethodDescriptorType, types.ModuleType, types.FrameType),
+    *(functools._lru_cache_wrapper, logging.Logger, torch.Generator, TensorGroup, Tensor),
+)
+_WRAPPERS = (types.MethodType, functools.partial, property, functools.cached_property, staticmethod, classmethod)
+_DYNAMIC = frozenset(words("eval exec globals __import__ import_module _getframe currentframe"))
+_BY_NAME = frozenset(words("getattr vars attrgetter __dict__ dir __getattribute__"))
+_FLAG = re.compile(r"(get|is|are)_\w+|\w+_enabled|backends")
+_ALLOWED_FLAGS = frozenset(
+    words(
+        """
+        is_tensor is_floating_point is_complex is_storage is_grad_enabled is_autocast_enabled is_autocast_available
+        is_inference is_inference_mode_enabled get_autocast_dtype get_autocast_gpu_dtype get_autocast_cpu_dtype
+        is_autocast_cpu_enabled is_autocast_cache_enabled get_default_dtype are_deterministic_algorithms_enabled
+        get_device is_nonzero is_same_size is_signed is_conj is_neg is_distributed get_device_module is_deterministic
+        """
+    )
+)
+"""Flags of torch that are compared with every call, or say something of a tensor."""
+
+
+class Readable:
+    """Places whose values the block's code may look at.
+
+    Args:
+        block: The block.
+        forward: What runs in place of its class's forward, or None.
+
+    Attributes:
+        dicts: Dictionaries all of whose items count.
+        sequences: Lists, deques, sets.
+        classes: Classes whose attributes count.
+        getters: (getter, object): selected items of a dictionary.
+        sized: Attributes of modules; a new one changes the length.
+        functions: Functions that were reached.
+        references: Weak references.
+        slotted: (object, names) of objects with `__slots__`.
+        arrays: Small numpy arrays.
+    """
+
+    def __init__(self, block: nn.Module, forward: Any = None) -> None:
+        self.dicts: list[dict[Any, Any]] = []
+        self.sequences: list[Any] = []
+        self.classes: list[type] = []
+        self.getters: list[tuple[Any, Any]] = []
+        self.sized: list[dict[str, Any]] = []
+        self.functions: list[types.FunctionType] = []
+        self.references: list[Any] = []
+        self.slotted: list[tuple[Any, tuple[str, ...]]] = []
+        self.arrays: list[Any] = []
+        self._seen: dict[Any, Any] = {}
+        self._todo: deque[Any] = deque()
+        self._block = block
+        self._add(block)
+        self._add(forward)
+        self._walk()
+
+    # -- code that runs
+    def enter(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        """A function is about to run for the first time.
+
+        Raises:
+            Refused: It can look at something that cannot be compared.
+        """
+        names = names_of(code)
+        dynamic = _DYNAMIC.intersection(names)
+        if dynamic:
+            raise Refused(f"{code.co_name} uses {min(dynamic)}, so nobody knows what it reads")
+        found = globals_of(code, space, through_libraries=True)
+        values = [where[name] for where, name in found]
+        modules = [v for v in values if isinstance(v, types.ModuleType)]
+        if torch in modules or any(m.__name__.startswith("torch.") for m in modules):
+            flags = [n for n in names if _FLAG.fullmatch(n) and n not in _ALLOWED_FLAGS and hasattr(torch, n)]
+            if flags:
+                raise Refused(f"{code.co_name} reads torch.{flags[0]}, which is not compared at every call")
+        if _BY_NAME.intersection(names):  # attributes whose names the code does not show
+            for module in modules:
+                if module.__name__.partition(".")[0] not in LIBRARIES:
+                    found += [(vars(module), name) for name in vars(module) if not name.startswith("__")]
+        selected: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for where, name in found:
+            if (id(where), name) not in self._seen:
+                self._seen[id(where), name] = where
+                selected.setdefault(id(where), (where, []))[1].append(name)
+                self._add(where[name])
+        self.getters += [(itemgetter(*names), where) for where, names in selected.values()]
+        self._walk()
+
+    # -- walk
+    def _walk(self) -> None:
+        while self._todo:
+            if len(self._seen) > _MOST_OBJECTS:
+                raise Refused("its code can look at too many objects")
+            self._look(self._todo.popleft())
+
+    def _add(self, value: Any) -> None:
+        if not isinstance(value, (*ATOMS, *_OPAQUE)) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._todo.append(value)
+
+    def _add_all(self, values: Any) -> None:
+        for value in values:
+            self._add(value)
+
+    def _look(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._module(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self._add(getattr(value, "__self__", None))
+        elif isinstance(value, _WRAPPERS):
+            self._add_all(parts_of(value))
+        elif isinstance(value, weakref.ref):
+            self.references.append(value)
+            self._add(value())
+        elif isinstance(value, (dict, types.MappingProxyType, list, tuple, set, frozenset, deque)):
+            self._container(value)
+        elif is_array(value):
+            if value.nbytes > _BYTES or value.dtype.hasobject:
+                raise Refused(
+                    "it holds, or its code names, a large numpy array, which cannot be compared at every call"
+                )
+            self.arrays.append(value)
+        elif not is_random(value):  # what is drawn is seen by `PythonCode`
+            self._object(value)
+
+    def _module(self, module: nn.Module) -> None:
+        if hasattr(module, "_trainer") or home(type(module)) in ("lightning", "pytorch_lightning"):
+            raise Refused("it can look at the LightningModule, which changes with every step")
+        own = module.__dict__
+        exchanged = EXCHANGED if module is self._block else ()
+        names = [k for k in own if k not in _STANDARD and k not in exchanged]
+        self.getters.append((itemgetter(*names), own))
+        if module is not self._block:
+            self.sized.append(own)
+        self.dicts += [own[k] for k in OWN if own[k]]
+        for key in names:
+            if key not in OWN:
+                self._add(own[key])
+        self._add_all(own["_modules"].values())
+        self._add(type(module))
+
+    def _class(self, kind: type) -> None:
+        for one in kind.__mro__:
+            mine = one.__flags__ & _HEAP_TYPE and (home(one) not in LIBRARIES or issubclass(one, nn.Module))
+            if not mine or one is nn.Module or (id(one) in self._seen and one is not kind):
+                continue
+            self._seen[id(one)] = one
+            self.classes.append(one)
+            self._add_all(v for k, v in vars(one).items() if k not in ("__dict__", "__weakref__", "__doc__"))
+
+    def _function(self, function: types.FunctionType) -> None:
+        if home(function) in LIBRARIES and not function.__closure__:
+            return
+        self.functions.append(function)
+        self._add_all(function.__defaults__ or ())
+        self._add_all((function.__kwdefaults__ or {}).values())
+        self._add_all(cells_of(function))
+        if home(function) not in LIBRARIES:
+            self.dicts.append(function.__dict__)
+            self._add_all(function.__dict__.values())
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self.dicts.append(value)
+            self._add_all(dict.values(value))
+            self._add_all(dict.keys(value))
+        elif isinstance(value, types.MappingProxyType):
+            self._add_all(value.values())
+        else:
+            if not isinstance(value, (tuple, frozenset)):
+                self.sequences.append(value)
+            self._add_all(contents_of(value))
+        if held_attributes(value):
+            self.dicts.append(value.__dict__)
+            self._add_all(value.__dict__.values())
+        if type(value) not in (dict, list, tuple, set, frozenset, deque):
+            self._add(type(value))
+
+    def _object(self, value: Any) -> None:
+        kind: Any = type(value)
+        package = home(kind)
+        if package in ("lightning", "pytorch_lightning"):
+            raise Refused(f"it can look at a {kind.__name__} of Lightning, which changes with every step")
+        compiled = kind.__name__ == "cython_function_or_method" or home(value) in LIBRARIES or package in LIBRARIES
+        if package in _OPAQUE_HOMES or (callable(value) and compiled):  # a function of a library; draws are seen
+            return
+        if is_iterator(value):
+            raise Refused(
+                f"it holds, or its code names, an iterator ({kind.__name__}), which gives something else every time"
+            )
+        slots = slots_of_class(kind)
+        if hides_state(kind):
+            raise Refused(f"it holds, or its code names, a {package}.{kind.__name__}, whose state cannot be compared")
+        attributes = held_attributes(value)
+        if attributes is not None:
+            self.dicts.append(attributes)
+            self._add_all(attributes.values())
+        if slots:
+            self.slotted.append((value, slots))
+            self._add_all(getattr(value, name) for name in slots if hasattr(value, name))
+        self._add(kind)
+
+    def codes_inside(self, codes: Iterator[types.CodeType]) -> set[types.CodeType]:
+        """All codes written inside of these."""
+        found: set[types.CodeType] = set()
+        todo = list(codes)
+        while todo:
+            inner = [c for c in todo.pop().co_consts if isinstance(c, types.CodeType)]
+            todo += inner
+            found.update(inner)
+        return found
