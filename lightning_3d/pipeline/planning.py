@@ -89,7 +89,7 @@ def _placed(
     if _walks_again(partition):
         # every piece to one stage, and the walk goes round as often as the step does
         names, ordinals = (), ()
-        placed = {n: (stage,) for n, stage in stages_of_pieces(trace, owners).items()}
+        placed = stages_of_pieces(trace, owners)
         partition = make_partition(trace, owned_windows(trace, Held(stages, placed, owners=owners)), stages)
     held = [set(found) for found in partition.held]
     by_id = {id(p): n for n, p in module.named_parameters()}
@@ -172,7 +172,7 @@ def _repeated_block(module: nn.Module, trace: Trace, parts: int) -> str | None:
     """
     names = trace.call_names()
     counts = {name: names.count(name) for name in set(names)}
-    repeated = [name for name, count in counts.items() if count >= parts]
+    repeated = [name for name, count in counts.items() if count >= max(parts, 2)]
     if len(repeated) < 2:
         return None
     paths = [name.split(".") for name in repeated]
