@@ -58,6 +58,7 @@ _OPAQUE: tuple[type, ...] = (
     *(functools._lru_cache_wrapper, logging.Logger, torch.Generator, TensorGroup, Tensor),
 )
 _WRAPPERS = (types.MethodType, functools.partial, property, functools.cached_property, staticmethod, classmethod)
+_CODE = (types.FunctionType, property, staticmethod, classmethod)
 _DYNAMIC = frozenset(words("eval exec globals __import__ import_module _getframe currentframe"))
 _BY_NAME = frozenset(words("getattr vars attrgetter __dict__ dir __getattribute__"))
 _FLAG = re.compile(r"(get|is|are)_\w+|\w+_enabled|backends")
@@ -205,7 +206,7 @@ class Readable:
                 continue
             self._seen[id(one)] = one
             self.classes.append(one)
-            self._add_all(v for k, v in vars(one).items() if k not in ("__dict__", "__weakref__", "__doc__"))
+            self._add_all(v for k, v in vars(one).items() if not k.startswith("__") or isinstance(v, _CODE))
 
     def _function(self, function: types.FunctionType) -> None:
         if home(function) in LIBRARIES and not function.__closure__:
@@ -214,7 +215,7 @@ class Readable:
         self._add_all(function.__defaults__ or ())
         self._add_all((function.__kwdefaults__ or {}).values())
         self._add_all(cells_of(function))
-        if home(function) not in LIBRARIES:
+        if home(function) not in LIBRARIES and function.__dict__:
             self.dicts.append(function.__dict__)
             self._add_all(function.__dict__.values())
 
