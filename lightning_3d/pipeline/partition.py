@@ -174,11 +174,11 @@ def smallest_maximum(before: list[float], crossing: list[float], parts: int, tol
     return best[parts, end][2][1:]
 
 
-def stages_of_pieces(trace: Trace, owners: Sequence[int]) -> dict[str, int]:
-    """Parameter -> stage, for a step that calls its pieces several times: each piece once, by the cost of all calls.
+def stages_of_pieces(trace: Trace, owners: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Parameter -> stages, for a step that calls its pieces several times: each piece once, by the cost of all calls.
 
     Pieces are dealt to the windows in the order of their first call; parameters of glue code go to the piece called
-    before.
+    before. What several pieces use (a tied embedding and head) is held by the stages of all of them.
 
     Raises:
         PipelineError: Fewer pieces than windows.
@@ -198,7 +198,11 @@ def stages_of_pieces(trace: Trace, owners: Sequence[int]) -> dict[str, int]:
     before = [0.0, *itertools.accumulate(costs[name] for name in names)]
     bounds = [0, *smallest_maximum(before, [0.0] * len(before), len(owners)), len(names)]
     stage_of = {name: owners[part] for part, (a, b) in enumerate(itertools.pairwise(bounds)) for name in names[a:b]}
-    return {name: stage_of[piece] for name, piece in piece_of.items()}
+    holders = {name: {stage_of[piece]} for name, piece in piece_of.items()}
+    for _, event in trace.calls():
+        for name in event.params:
+            holders[name].add(stage_of[event.atom])
+    return {name: tuple(sorted(stages)) for name, stages in holders.items()}
 
 
 def named_starts(trace: Trace, names: list[str]) -> list[int]:
