@@ -73,6 +73,82 @@ class Product(torch.autograd.Function):
         return grad * y, grad * x
 
 
+class ClippedAt(torch.autograd.Function):
+    """The norm of the gradient counts, but only if it is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: float) -> Tensor:
+        ctx.most = most
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * torch.clamp(ctx.most / (grad.norm() + 1e-12), max=1.0), None
+
+
+class ForMany(torch.autograd.Function):
+    """Another thing for many elements than for few."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2 if x.numel() > 500 else x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 if grad.numel() > 500 else grad * 3
+
+
+class Quantized(torch.autograd.Function):
+    """Small values never meet the maximum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale = x.abs().amax().clamp(min=8.0)
+        return (x / scale * 127).round() * scale / 127
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Branching(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clamp(max=1e9) if bool(x.max() > 1e8) else x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Swish(torch.autograd.Function):
+    """The usual kind, with temporaries and in-place operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x).copy_(x)
+        out.sigmoid_().mul_(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return torch.where(x.isfinite(), grad * s * (1 + x * (1 - s)), 0.0)
+
+
+def test_what_counts_only_for_large_values_or_many_of_them() -> None:
+    """Broken before: one magnitude and 60 elements were tried, where these look pointwise."""
+    for function, rest in ((ClippedAt, (10.0,)), (ClippedAt, (1e12,)), (Quantized, ()), (Branching, ())):
+        assert not is_pointwise(function, rest)
+    few, many = ((4, 8), (4, 4)), ((64, 16), (64, 8))
+    assert is_pointwise(ForMany, (), None, few)
+    assert is_pointwise(ForMany, (), None, many)  # both are many
+    assert not is_pointwise(ForMany, (), None, ((64, 8), (64, 4)))
+    assert is_pointwise(Swish, ())
+
+
 def test_the_experiment() -> None:
     assert is_pointwise(Square, ())
     assert is_pointwise(Scale, (3.0,))
