@@ -10,8 +10,9 @@ import torch
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.recompute import Recompute, check_choice, find_blocks
-from lightning_3d.testing import preload
+from lightning_3d.testing import preload, run_distributed
 from tests import models
+from tests.strategy.recomputes import differences
 from tests.strategy.test_parity import case_for, check
 
 preload("transformers", "tests.models", "tests.strategy.fits")
@@ -54,6 +55,13 @@ def test_recomputed_activations_give_the_same_gradients(layout: tuple[int, int, 
         schedule = {"pipeline_schedule": "zb_h1"} if k == 1 and layout[1] > 1 else {}
         cases.append(replace(case, strategy={**case.strategy, **schedule, **options}))
     check(layout, cases)
+
+
+def test_dropout_draws_the_same_masks_again() -> None:
+    sizes = [{}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}]
+    cases = [(options, mode, mode == "full") for options in sizes for mode in ("full", "selective")]
+    for rank in run_distributed(differences, 2, cases, init_process_group=False, timeout=120):
+        assert rank == [0.0] * len(cases)
 
 
 def _kept(mode: Any) -> tuple[int, int, torch.Tensor]:
