@@ -164,7 +164,8 @@ class Engine:
             sequence=self.settings.sequence_parallel,
             strict=self.settings.strict_tensor_parallel,
         )
-        self.tensor_plan.check_heads()
+        for text in self.tensor_plan.whole_heads() if self.mesh.rank == 0 else ():
+            _log.warning(text)
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
         agree("the tensor-parallel plan", seen, self.mesh.replica)
         if not self.tensor_plan.sharded_fraction and self.mesh.rank == 0:

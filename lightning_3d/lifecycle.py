@@ -357,8 +357,8 @@ class Lifecycle(_Base):
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
-        if self._planning:
-            return None
+        if self._planning:  # nothing is stepped, but what the closure computes is part of the step
+            return closure() if closure is not None else None
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
 

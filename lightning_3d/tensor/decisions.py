@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.placement import Placement
 
 Kind = Literal["column", "row", "vocab", "replicated"]
@@ -105,27 +104,25 @@ class TensorPlan:
                 held += math.prod(shape if cut is None else cut.local_shape(shape, self.size))
         return held / total if total else 1.0
 
-    def check_heads(self) -> None:
-        """Refuse a plan that leaves attention whole because it has fewer heads than there are ranks.
+    def whole_heads(self) -> list[str]:
+        """Attention that every rank holds whole because its heads cannot be dealt: what to tell the user.
 
-        Key and value heads may be fewer (they are replicated) as long as the rest of their module is cut.
-
-        Raises:
-            TensorPlanError: Names the module, the heads and the ranks.
+        Key and value heads may be fewer than the ranks (they are shared) as long as the rest of their module is cut.
         """
         dealt = {_around(name) for name in self.dealt}
+        told: dict[str, str] = {}
         for name, decision in self.decisions.items():
-            attention = _around(name)
-            if decision.heads is None or decision.heads >= self.size or attention in dealt:
+            attention = self.patterns.get(name, name).rpartition(".")[0].rpartition(".")[0]
+            if decision.heads is None or decision.placement is not None or _around(name) in dealt:
                 continue
-            alike = [n for n, d in self.decisions.items() if _around(n) == attention and (d.heads or 0) % self.size]
-            whole = {self.patterns.get(n, n): "replicate" for n in alike}
-            raise TensorPlanError(
-                f"tensor_parallel_size={self.size}, but {attention or name} has {decision.heads} attention heads: "
-                f"{name} of shape {self.shapes[name]} would give a rank less than one head. Use a "
-                f"tensor_parallel_size that divides {decision.heads}, or leave attention whole on every rank with "
-                f"tensor_parallel_plan={whole}."
+            advice = f" Choose a size that divides {decision.heads} to cut it." if decision.heads > 1 else ""
+            told.setdefault(
+                attention,
+                f"tensor_parallel_size={self.size}, but the code of {attention or name} splits the output of {name} "
+                f"{self.shapes[name]} into {decision.heads}, which {self.size} ranks cannot share: it stays whole, so "
+                f"every rank holds and computes all of it.{advice}",
             )
+        return list(told.values())
 
     def rows(self) -> list[PlanRow]:
         """The plan as a table, repeated blocks in one line each."""

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.probe import VALUE_READS, Answers
@@ -27,7 +29,7 @@ from lightning_3d.tensor.operands import along_sequence, tensors_in
 from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.registry import Args, Kwargs
 from lightning_3d.tensor.resolve import reentered
-from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources, write_into_lent
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources, storage_of, write_into_lent
 from lightning_3d.tensor.weights import WEIGHT_OPS, grouped_mm
 
 __all__ = ["Again", "Beliefs", "Follow", "Refuted"]
@@ -50,6 +52,7 @@ class Follow(Choices, TorchFunctionMode):
         dealt: Keys whose output the code splits into heads, which the ranks share.
         pairs: Whole activation -> the weights of the pair that just made it.
         rows: Rows picked from a whole parameter (biases of experts) -> its key.
+        storages: Storage of a parameter -> its key, to know it again inside of `torch.func` transforms.
         observe: Hears of every operation on cut tensors, before it happens.
     """
 
@@ -72,9 +75,13 @@ class Follow(Choices, TorchFunctionMode):
         self.dealt: set[str] = set()
         self.pairs: MutableMapping[Tensor, frozenset[str]] = WeakIdKeyDictionary()
         self.rows: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        self.storages: dict[int, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
+        transform = active_transform()
+        if transform is not None:
+            self._leave_whole(transform, args, kwargs)
         if func in VALUE_READS:
             unknown = next((a for a in args if is_sharded(a) or isinstance(a, FakeTensor) or _is_meta(a)), None)
             if unknown is not None:
@@ -104,6 +111,27 @@ class Follow(Choices, TorchFunctionMode):
         if extra and name not in WEIGHT_OPS:
             self.extra.update(dict.fromkeys(merged_sources(tensors_in(args, kwargs)), extra))
         return out
+
+    def _leave_whole(self, transform: str, args: Args, kwargs: Kwargs) -> None:
+        """Nothing is cut inside of a transform of torch, which knows neither shards nor collectives.
+
+        Raises:
+            Refuted: Something that is used there is cut.
+        """
+        for leaf in tree_leaves((args, kwargs)):
+            if not isinstance(leaf, Tensor):
+                continue
+            inner = unwrapped(leaf)
+            reason = f"it is used inside of {transform}, which cannot be done on shards"
+            if isinstance(inner, ShardedTensor):
+                raise Refuted(inner.sources, reason)
+            key = self.names.get(id(inner)) or self.storages.get(storage_of(inner))
+            if key is None or key in self.beliefs.replicated:
+                continue
+            decided = self.decisions.get(key)
+            if key in self.facts.demands or (decided is not None and decided.placement is not None):
+                raise Refuted(frozenset([key]), reason)
+            self.beliefs.replicated[key] = reason
 
     def _trace_pair(self, name: str, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         """Remember which weights a whole activation was just made of: a column and a row layer, then only scaling.
@@ -149,7 +177,25 @@ class Follow(Choices, TorchFunctionMode):
         cut = decision.placement
         if parameter.shape[cut.dim] != cut.length:
             raise Refuted(frozenset([key]), f"{key}: its shape differs between blocks")
-        return ShardedTensor(cut.to_local(parameter, 0, self.group.size), cut, self.group, frozenset([key]))
+        shown = ShardedTensor(cut.to_local(parameter, 0, self.group.size), cut, self.group, frozenset([key]))
+        if parameter.grad is not None:  # manual optimization looks at it
+            shown.local.grad = cut.to_local(parameter.grad, 0, self.group.size)
+        return shown
+
+
+def active_transform() -> str | None:
+    """The transform of torch that is running: `torch.func.vmap`, `grad`, `jvp`, or forward-mode differentiation."""
+    interpreter: Any = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        return f"a torch.func transform ({interpreter.key().name})"
+    return "forward-mode differentiation" if forward_ad._current_level >= 0 else None
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor a transform of torch has wrapped, however often."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def _is_meta(x: Any) -> bool:

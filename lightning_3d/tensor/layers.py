@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -21,14 +22,29 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup, as_group
 from lightning_3d.tensor.operands import along_sequence, partial_to_whole, sequence_to_whole
 from lightning_3d.tensor.placement import Placement
-from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, whole
+from lightning_3d.tensor.sharded import ShardedTensor, hook_on_whole, is_sharded, whole
 
 Cuts = dict[str, tuple[Placement, frozenset[str]]]
 """Parameter of a module -> (how it is cut, its full name as source)."""
 
 
-def shard_parameter(parameter: nn.Parameter, cut: Placement, group: TensorGroup) -> None:
-    """Replace a parameter's data by this rank's shard; the object stays the same."""
+def shard_parameter(
+    parameter: nn.Parameter, cut: Placement, group: TensorGroup, sources: frozenset[str] = frozenset()
+) -> None:
+    """Replace a parameter's data by this rank's shard; the object stays the same.
+
+    Hooks on its gradient that were registered before go on to see the whole gradient.
+    """
+    hooks: Any = parameter._backward_hooks or {}
+    for key, hook in list(hooks.items()):
+        hooks[key] = hook_on_whole(hook, cut, group, sources)
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        warnings.warn(
+            f"{', '.join(sorted(sources)) or 'a parameter'} has a hook by register_post_accumulate_grad_hook. It is "
+            "cut over tensor-parallel ranks, so from now on the hook finds this rank's part of it, and of its "
+            "gradient. Leave the parameter whole with tensor_parallel_plan if the hook needs all of it.",
+            stacklevel=2,
+        )
     parameter.global_shape = tuple(parameter.shape)  # type: ignore[attr-defined]
     parameter.placement = cut  # type: ignore[attr-defined]
     shard = cut.to_local(parameter.detach(), group.rank, group.size).clone(memory_format=torch.contiguous_format)

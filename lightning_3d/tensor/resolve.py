@@ -159,14 +159,22 @@ def _no_rule(name: str, fatal: bool = False) -> Rule:
 def reentered(func: types.FunctionType) -> Callable[..., Any]:
     """`func` (Python code of torch.nn.functional) with its test for overrides switched off.
 
-    So the operations inside it reach the rules: `multi_head_attention_forward`, `gumbel_softmax`, ...
+    So the operations inside it reach the rules: `multi_head_attention_forward`, `gumbel_softmax`, ... One that chooses
+    between two others (`max_pool2d`, with indices or without) chooses between these, reentered: they would come back.
     """
     names = dict(func.__globals__)
     for test in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         names[test] = _never
-    twin = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    cells = tuple(map(_reentered_cell, func.__closure__ or ()))
+    twin = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, cells)
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin
+
+
+def _reentered_cell(cell: types.CellType) -> types.CellType:
+    inner = cell.cell_contents
+    own = isinstance(inner, types.FunctionType) and inner.__globals__.get("__name__") == F.__name__
+    return types.CellType(reentered(inner)) if own else cell
 
 
 def _never(*_: Any) -> bool:

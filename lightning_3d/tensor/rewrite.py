@@ -56,7 +56,7 @@ def rewrite(module: nn.Module, plan: TensorPlan, group: TensorGroup | Communicat
         if cut is None:
             continue
         if id(parameter) not in done:
-            shard_parameter(parameter, cut, group)
+            shard_parameter(parameter, cut, group, frozenset([name]))
             done.add(id(parameter))
         path, _, leaf = name.rpartition(".")
         cuts.setdefault(path, {})[leaf] = (cut, frozenset([name]))

@@ -10,24 +10,14 @@ from torch import Tensor
 from lightning_3d.tensor.operands import derive
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
-from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, local
+from lightning_3d.tensor.sharded import hook_on_whole, is_sharded, local
 
 
 @first("register_hook")
 def _register_hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The hook sees the gradient of the whole tensor, cut as the tensor is."""
     x, hook = args[0], argument(args, kwargs, 1, "hook")
-    group, cut, sources = x.group, x.placement, x.sources
-
-    def on_local(grad: Tensor) -> Tensor | None:
-        total = group.sum_copies(grad, cut.copies) if cut.copies > 1 else grad
-        changed = hook(ShardedTensor(total, cut, group, sources))
-        if changed is None:
-            return None
-        shard = local(changed) if is_sharded(changed) else cut.to_local(changed, group.rank, group.size)
-        return shard / cut.copies if cut.copies > 1 else shard
-
-    return func(x.local, on_local)
+    return func(x.local, hook_on_whole(hook, x.placement, x.group, x.sources))
 
 
 @register_rule(torch.autograd.grad)

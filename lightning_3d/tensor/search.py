@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.probe import Answers, ModuleState, PythonState, intercept_functions, retry
+from lightning_3d.probe import Answers, ModuleState, PythonState, intercept_functions, own_parameters, retry
 from lightning_3d.tensor.decisions import Decision, TensorPlan
 from lightning_3d.tensor.facts import Facts
 from lightning_3d.tensor.follow import Again, Beliefs, Follow, Refuted
@@ -24,7 +24,7 @@ from lightning_3d.tensor.functions import function_guard
 from lightning_3d.tensor.group import dry_group
 from lightning_3d.tensor.operands import along_sequence
 from lightning_3d.tensor.placement import NoRule
-from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, storage_of
 
 Step = Callable[[Any], Any]
 _MOST_EXTRA = 8  # collectives per use of a weight, beyond those of its pair
@@ -113,6 +113,7 @@ class Search:
         """One run of the user's step."""
         start.restore()
         self.follow = Follow(self.facts, self.beliefs, names, self.group, self.smallest_vocabulary, answers)
+        self.follow.storages = {storage_of(p): names[id(p)] for p in own_parameters(self.module) if id(p) in names}
         with warnings.catch_warnings(), intercept_functions(function_guard, 1), self.follow:
             warnings.simplefilter("ignore")
             output = self.step(self.module)

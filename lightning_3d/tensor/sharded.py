@@ -110,6 +110,32 @@ class ShardedTensor(torch.Tensor):
             value = collectives.scatter(whole(value).detach(), self.placement, self.group)
         self._leaf.grad = None if value is None else local(value)
 
+    @property
+    def data(self) -> Any:
+        return ShardedTensor(self.local.data, self.placement, self.group, self.sources, self._global_shape)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """New values for this rank's shard, which stays where it is: given whole, cut alike, or as a shard."""
+        if type(value) is ShardedTensor:
+            shard = value.local if value.placement.like(self.placement) else self._part_of(whole(value))
+        elif tuple(value.shape) == tuple(self._global_shape):
+            shard = self._part_of(value)
+        elif tuple(value.shape) == tuple(self.local.shape):
+            shard = value
+        else:
+            name = ", ".join(sorted(self.sources)) or "a cut tensor"
+            raise ValueError(
+                f"{name}.data is set to a tensor of shape {tuple(value.shape)}; it has the global shape "
+                f"{tuple(self._global_shape)}, of which this rank holds {tuple(self.local.shape)}. Give it a value of "
+                "one of these shapes: a cut parameter keeps its shape while it is trained."
+            )
+        with torch.no_grad():
+            self._leaf.data.copy_(shard.detach())
+
+    def _part_of(self, value: Tensor) -> Tensor:
+        return self.placement.to_local(value.detach(), self.group.rank, self.group.size)
+
     def dim(self) -> int:
         return len(self._global_shape)
 
@@ -231,21 +257,22 @@ def _lent(out: Any, args: Args, kwargs: Kwargs, operands: list[ShardedTensor]) -
 
     While planning the write is noticed and the layer stays whole; with a plan that the user forced it is an error.
     """
-    homes = {_storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    homes = {storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
     group = operands[0].group
 
     def part(x: Tensor) -> Tensor:
-        if type(x) is ShardedTensor or _storage_of(x) not in homes:
+        if type(x) is ShardedTensor or storage_of(x) not in homes:
             return x
         if group.on_gather is not None:
-            group.lent[_storage_of(x)] = x, merged_sources(operands)
+            group.lent[storage_of(x)] = x, merged_sources(operands)
             return x
         return original_apply(WholeCopyOfACutTensor, x) if x.requires_grad and torch.is_grad_enabled() else x
 
     return tree_map_only(Tensor, part, out)
 
 
-def _storage_of(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
+    """Which storage a tensor lies in; 0 for a cut one."""
     with torch._C.DisableTorchFunction():
         return 0 if type(x) is ShardedTensor else x.untyped_storage()._cdata
 
@@ -257,7 +284,7 @@ def write_into_lent(name: str, args: Args, kwargs: Kwargs, func: Any, group: Ten
         return NO_SOURCES
     if not (_is_in_place(name) or _asked_in_place(func, (args, kwargs))):
         return NO_SOURCES
-    return group.lent.get(_storage_of(target), (None, NO_SOURCES))[1]
+    return group.lent.get(storage_of(target), (None, NO_SOURCES))[1]
 
 
 def _asked_in_place(func: Any, given: tuple[Args, Kwargs]) -> bool:
@@ -298,6 +325,22 @@ def placement(x: Any) -> Placement | None:
 def wrap(local: Tensor, placement: Placement, group: TensorGroup, sources: Iterable[str] = NO_SOURCES) -> ShardedTensor:
     """Show a shard as the global tensor."""
     return ShardedTensor(local, placement, group, frozenset(sources))
+
+
+def hook_on_whole(
+    hook: Callable[[Tensor], Any], cut: Placement, group: TensorGroup, sources: frozenset[str]
+) -> Callable[[Tensor], Tensor | None]:
+    """A gradient hook of a shard that lets `hook` see the gradient of the whole tensor, cut as the tensor is."""
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        total = group.sum_copies(grad, cut.copies) if cut.copies > 1 else grad
+        changed = hook(ShardedTensor(total, cut, group, sources))
+        if changed is None:
+            return None
+        shard = local(changed) if is_sharded(changed) else cut.to_local(changed, group.rank, group.size)
+        return shard / cut.copies if cut.copies > 1 else shard
+
+    return on_local
 
 
 def map_local(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -132,7 +132,14 @@ def run_simulated(size: int, body: Callable[[ThreadCommunicator], T], timeout: f
         thread.join()
     begin()
     if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        real = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None)
+        if real is None:
+            ended = ", ".join(map(str, sorted(results))) or "none of them"
+            raise ParityError(
+                f"of {size} simulated tensor-parallel ranks {ended} came to the end of the step while the others wait "
+                "in a collective: they do not do the same. Look for state that the step changes and the ranks share."
+            ) from errors[0]
+        raise real
     return [results[rank] for rank in range(size)]
 
 
