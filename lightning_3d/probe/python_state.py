@@ -47,6 +47,10 @@ _BYTES = 2**24  # arrays and tensors up to that size are copied
 _MOST = 200_000
 _SEQUENCES: tuple[Any, ...] = ([], (), "", range(0), range(2**70))
 _COPYABLE: tuple[Any, ...] = (itertools.count, *(type(iter(x)) for x in _SEQUENCES))
+_MACHINERY = frozenset(
+    ("_thread", "threading", "queue", "_queue", "socket", "_socket", "asyncio", "multiprocessing", "concurrent")
+)
+"""An object that holds something of these runs by itself (a prefetcher, a client): its state is not ours to put back."""
 _MUTABLE = (dict, list, set, deque)
 
 Undo = Callable[[], None]
@@ -228,6 +232,8 @@ class PythonState:
 
     def _object(self, value: Any) -> None:
         attributes = held_attributes(value)
+        if any(home(type(part)) in _MACHINERY for part in (attributes or {}).values()):
+            return
         if attributes is not None and value.__dict__ is not None and not isinstance(value, type):
             self._save(lambda: _contents(value.__dict__))
             self._hold(value.__dict__, attributes)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ NUMBER = 1
 @dataclasses.dataclass(slots=True)
 class Slotted:
     n: int = 1
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.lock, self.done = threading.Lock(), 0
 
 
 class Tool:
@@ -88,3 +94,11 @@ def test_a_moment_is_taken_down_and_put_back() -> None:
         one = module()
         put_back()
         assert module() == one
+
+
+def test_what_runs_by_itself_is_left_alone() -> None:
+    module = User()
+    module.worker = Worker()  # type: ignore[assignment]
+    with python_state(module):
+        module.worker.done += 1  # by a thread, say
+    assert module.worker.done == 1
