@@ -31,6 +31,7 @@ from lightning_3d.probe.reach import (
     globals_of,
     held_attributes,
     held_slots,
+    hides_state,
     home,
     is_array,
     is_installed,
@@ -50,7 +51,8 @@ _COPYABLE: tuple[Any, ...] = (itertools.count, *(type(iter(x)) for x in _SEQUENC
 _MACHINERY = frozenset(
     ("_thread", "threading", "queue", "_queue", "socket", "_socket", "asyncio", "multiprocessing", "concurrent")
 )
-"""An object that holds something of these runs by itself (a prefetcher, a client): its state is not ours to put back."""
+"""What holds something of these runs by itself (a prefetcher, a client): its state is not ours to put back."""
+_FILES = frozenset(("_io", "io", "tempfile"))
 _MUTABLE = (dict, list, set, deque)
 
 Undo = Callable[[], None]
@@ -192,7 +194,7 @@ class PythonState:
     def _hold(self, container: Any, items: dict[Any, Any]) -> None:
         """Look at what is held under keys; an iterator is exchanged there."""
         for key, value in items.items():
-            if is_iterator(value) and not is_random(value):
+            if _must_be_replayed(value):
                 _, slots = self._iterators.setdefault(id(value), (value, []))
                 slots.append(functools.partial(container.__setitem__, key))
             else:
@@ -243,7 +245,7 @@ class PythonState:
                 self._add(item)
         if not isinstance(value, nn.Module):
             for part in parts_of(value):
-                if not is_iterator(part):
+                if not _must_be_replayed(part):
                     self._add(part)
         self._add(type(value))
 
@@ -251,7 +253,7 @@ class PythonState:
         data = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not isinstance(v, FUNCTIONS)}
         self._save(lambda: _class_attributes(kind))
         for key, value in data.items():
-            if is_iterator(value) and not is_random(value):
+            if _must_be_replayed(value):
                 _, slots = self._iterators.setdefault(id(value), (value, []))
                 slots.append(functools.partial(type.__setattr__, kind, key))
             else:
@@ -264,7 +266,7 @@ class PythonState:
 
     def _function(self, function: types.FunctionType) -> None:
         for part in parts_of(function):
-            if not is_iterator(part):
+            if not _must_be_replayed(part):
                 self._add(part)
         for cell in function.__closure__ or ():
             if id(cell) not in self._seen:
@@ -286,7 +288,7 @@ class PythonState:
             value = cell.cell_contents
         except ValueError:
             return
-        if is_iterator(value) and not is_random(value):
+        if _must_be_replayed(value):
             _, slots = self._iterators.setdefault(id(value), (value, []))
             slots.append(lambda new: setattr(cell, "cell_contents", new))
         else:
@@ -296,6 +298,14 @@ class PythonState:
         small = not isinstance(value, nn.Parameter) and type(value) is Tensor and value.is_leaf and not value.is_meta
         if small and not value.is_inference() and value.layout is torch.strided and value.nbytes <= _BYTES:
             self._save(lambda: _tensor_back(value))
+
+
+def _must_be_replayed(value: Any) -> bool:
+    """An iterator whose place nobody can see or set; one that is an object of the user's has attributes."""
+    if not is_iterator(value) or is_random(value) or home(type(value)) in _FILES:
+        return False
+    kind: Any = type(value)
+    return hides_state(kind) or not is_open(value)
 
 
 def _copied(iterator: Any) -> Any:

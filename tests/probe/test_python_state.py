@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,20 @@ NUMBER = 1
 @dataclasses.dataclass(slots=True)
 class Slotted:
     n: int = 1
+
+
+class Cycle:
+    """An iterator of the user's."""
+
+    def __init__(self) -> None:
+        self.at, self.inner = 0, iter(range(9))
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at + next(self.inner)
+
+    def __call__(self) -> int:
+        return next(self)
 
 
 class Worker:
@@ -102,3 +117,15 @@ def test_what_runs_by_itself_is_left_alone() -> None:
     with python_state(module):
         module.worker.done += 1  # by a thread, say
     assert module.worker.done == 1
+
+
+def test_an_iterator_of_the_users_is_an_object(tmp_path: Path) -> None:
+    module: Any = User()
+    module.cycle, module.log = Cycle(), (tmp_path / "log").open("w")
+    with python_state(module) as state:
+        assert (module.cycle(), module.cycle()) == (1, 3)
+        assert type(module.cycle) is Cycle
+        state.restore()
+        with module.log as file:
+            file.write("a")
+    assert (module.cycle(), module.cycle()) == (1, 3)
