@@ -158,6 +158,21 @@ def test_every_kind_with_every_schedule(tp: int, pp: int, turn: int) -> None:
     _check(tp, pp, _cases(pp, turn, tensor=tp > 1), timeout=290)
 
 
+class Graph:
+    """Nodes and edges of all samples: its tensors disagree about the number of samples."""
+
+    def __init__(self) -> None:
+        self.x, self.edges = torch.zeros(9, 3), torch.zeros(2, 12)
+
+    def to(self, device: Any) -> Graph:
+        return self
+
+
+def test_a_class_whose_tensors_disagree_is_refused() -> None:
+    with pytest.raises(PipelineError, match=r"Graph with tensors inside.*one entry per sample"):
+        split_with_sizes({"y": torch.zeros(4), "graph": Graph()}, 2)
+
+
 # -- with random numbers
 def _random(mesh: Mesh, kind: Kind, choice: Choice) -> dict[str, Any]:
     """One step in training mode with dropout: the uncut step that draws the same numbers gives the same gradients."""

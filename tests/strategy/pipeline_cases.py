@@ -454,6 +454,39 @@ def combined(sizes: dict[str, Any] | None, mode: str) -> tuple[dict[str, Tensor]
     return _full(strategy, module), trainer.global_step
 
 
+class Collated:
+    """A batch class of the user's own, with what Lightning asks of one."""
+
+    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+        self.x, self.y = (torch.stack([s[k] for s in samples]) for k in "xy")
+        self.source = "disk"
+
+    def to(self, device: Any, non_blocking: bool = False) -> Collated:
+        self.x, self.y = self.x.to(device), self.y.to(device)
+        return self
+
+
+class FromClass(models.LitMLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch.source == "disk"
+        return F.cross_entropy(self.net(batch.x), batch.y)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch.x)
+
+
+def of_a_class(sizes: dict[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Parameters after batches of 8, 8 and 5 samples, and predictions."""
+    strategy = _strategy(sizes)
+    trainer = trainer_for(strategy, use_distributed_sampler=False, limit_val_batches=0)
+    torch.manual_seed(4)
+    module = FromClass().double()
+    loader: Any = DataLoader(models.vectors(21), batch_size=8, collate_fn=Collated)
+    trainer.fit(module, loader)
+    predictions: Any = trainer.predict(module, loader)
+    return _full(strategy, module), torch.cat(predictions)
+
+
 # -- evaluation in every way the Trainer offers
 class Evaluated(models.LitMLP):
     def __init__(self) -> None:

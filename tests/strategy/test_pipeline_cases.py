@@ -282,6 +282,13 @@ def test_combined_loaders(mode: str) -> None:
             assert worst(got, want) <= 1e-9
 
 
+def test_batches_of_a_class_of_the_users_own() -> None:
+    ((want, expected),) = launch(pipeline_cases.of_a_class, 1, None)
+    for got, predictions in launch(pipeline_cases.of_a_class, 2, sizes(1, 2, num_microbatches=4)):
+        assert worst(got, want) <= 1e-9
+        assert relative_error(predictions, expected) <= 1e-9
+
+
 # -- evaluation
 def test_evaluation_in_every_way() -> None:
     """Sanity check, validation in a fit, validate, test, predict: loaders, odd batches, limits, modes, results."""
