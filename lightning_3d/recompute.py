@@ -11,23 +11,26 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import ConfigurationError, near
+from lightning_3d.pipeline.holders import changed, holders, set_slots, slots
 
 Mode = Literal["full", "selective", "none"]
 Choice = None | Mode | Sequence[Mode] | Mapping[str, Mode]
 _MODES = get_args(Mode)
 _NOTHING = object()
+_OURS = __name__.partition(".")[0] + "."
 _aten = torch.ops.aten
 _KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
 _ATTENTIONS = [f"_scaled_dot_product_{kind}" for kind in _KINDS]
@@ -89,9 +92,46 @@ def _recomputed(forward: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
-        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
+        run = _Again(functools.partial(forward, **kwargs), (args, kwargs))
+        return checkpoint(run, *args, use_reentrant=False, **options)
 
     return call
+
+
+class _Again:
+    """A forward that finds everything as it was when it runs again.
+
+    That is: lists, dicts and objects it was given (a cache), the user's torch-function modes around it, and the default
+    dtype (`64-true`). (torch's checkpoint takes care of autocast and random numbers.)
+    """
+
+    def __init__(self, forward: Callable[..., Any], arguments: Any) -> None:
+        self._forward = forward
+        self._before = [(holder, slots(holder) or []) for holder in holders(arguments)]
+        self._ran = False
+        self._dtype = torch.get_default_dtype()
+        self._modes = [m for m in _get_current_function_mode_stack() if not type(m).__module__.startswith(_OURS)]
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            out = self._forward(*args)
+            self._before = [(h, old) for h, old in self._before if changed(old, slots(h) or [])]
+            return out
+        now = [(holder, slots(holder) or []) for holder, _ in self._before]
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        for holder, old in self._before:
+            set_slots(holder, old)
+        try:
+            with ExitStack() as stack:
+                for mode in self._modes:
+                    stack.enter_context(mode)
+                return self._forward(*args)
+        finally:
+            torch.set_default_dtype(dtype)
+            for holder, content in now:
+                set_slots(holder, content)
 
 
 def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -271,7 +271,8 @@ class Zero:
             slot.fired = False
 
     def _on_gradient(self, slot: Slot) -> None:
-        if not _expects(slot):  # frozen between forward and backward: autograd calls this, but gives no gradient
+        # frozen between forward and backward, or let into a sharded region and not used: there is no gradient
+        if not _expects(slot) or slot.parameter.grad is None:
             return
         bucket = slot.bucket
         if self.reducing and bucket.flight is not None:

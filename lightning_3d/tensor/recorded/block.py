@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_3d.tensor.recorded.compiled import warn_uncompiled
 from lightning_3d.tensor.recorded.guards import device_of
 from lightning_3d.tensor.recorded.recorder import current
 from lightning_3d.tensor.recorded.replay import hidden_from_checkpoints
-from lightning_3d.tensor.recorded.signature import Key, digest, rewrapped, signature
+from lightning_3d.tensor.recorded.signature import DEFAULT_DTYPE, Key, digest, rewrapped, signature
 from lightning_3d.tensor.recorded.tape import Refused
 
 MAX_PROGRAMS = 8
@@ -68,11 +68,27 @@ class RecordedBlock:
         except Refused as reason:
             self._refuse("", str(reason))
             return self.forward(*args, **kwargs)
-        for program in self._programs.get(key, ()):
+        for program in self._programs_for(key):
             if program.guards.hold():
                 self.replays += 1
                 return program.function([where[name] for where, name in program.slots], *tensors)
         return self._by_rules(key, args, kwargs)
+
+    def _programs_for(self, key: Key) -> Sequence[Program]:
+        """The programs of a kind of call.
+
+        A checkpoint computes again in the backward, where Lightning's default dtype (`64-true`) is not set any more; it
+        has to do what the forward did.
+        """
+        found = self._programs.get(key, ())
+        if not found and torch._C._current_graph_task_id() != -1:
+            dtype = key[DEFAULT_DTYPE]
+            others = (
+                other for other in (torch.float64, torch.float32, torch.bfloat16, torch.float16) if other != dtype
+            )
+            keys = ((*key[:DEFAULT_DTYPE], other, *key[DEFAULT_DTYPE + 1 :]) for other in others)
+            return next((self._programs[k] for k in keys if k in self._programs), ())
+        return found
 
     def _by_rules(self, key: Key, args: Any, kwargs: Any) -> Any:
         kind = self._met.get(key)

@@ -13,6 +13,8 @@ from lightning_3d.tensor.recorded.tape import Refused
 from lightning_3d.tensor.sharded import ShardedTensor
 
 Key = tuple[Any, ...]
+DEFAULT_DTYPE = 3
+"""Where the default dtype stands in a key."""
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
