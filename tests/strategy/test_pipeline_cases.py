@@ -240,12 +240,17 @@ def test_replicas_that_use_different_heads_in_one_step() -> None:
     check((1, 1, 2), cases)
 
 
-@pytest.mark.xfail(strict=True, reason="rank zero's weights are sent in every rank's own order of registration")
+@pytest.mark.xfail(strict=True, reason="ranks pair parameters by the order of registration, and nobody compares it")
 def test_ties_registered_in_another_order_on_every_rank() -> None:
-    """H11: three tied pairs; five seeds."""
+    """H11: three tied pairs, five seeds. Right, or refused at set-up; not a hang, and no weights that change places."""
     ((want, _),) = launch(pipeline_cases.tied_in_any_order, 1, None, 0)
     for seed in range(5):
-        for got, difference in launch(pipeline_cases.tied_in_any_order, 2, sizes(1, 2), seed):
+        try:
+            ranks = launch(pipeline_cases.tied_in_any_order, 2, sizes(1, 2), seed)
+        except DistributedError as error:
+            assert "order" in str(error)
+            continue
+        for got, difference in ranks:
             assert difference == 0.0
             assert worst({n: got[n] for n in want}, want) <= 1e-9
 
