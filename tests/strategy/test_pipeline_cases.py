@@ -248,7 +248,8 @@ def test_ties_registered_in_another_order_on_every_rank() -> None:
         try:
             ranks = launch(pipeline_cases.tied_in_any_order, 2, sizes(1, 2), seed)
         except DistributedError as error:
-            assert "order" in str(error)
+            if "order" not in str(error):
+                raise
             continue
         for got, difference in ranks:
             assert difference == 0.0
