@@ -104,7 +104,7 @@ def _check_values(settings: Settings) -> None:
         )
     if settings.hang_report_after is not None and not settings.hang_report_after > 0:
         raise ConfigurationError(
-            f"hang_report_after is {settings.hang_report_after!r}; it must be a number of seconds, or None for no report."
+            f"hang_report_after is {settings.hang_report_after!r}; it must be a number of seconds, or None (no report)."
         )
     if not isinstance(settings.verify, bool) and settings.verify != "auto":
         raise ConfigurationError(f"verify is {settings.verify!r}; it must be 'auto', True or False.")
