@@ -169,7 +169,10 @@ def random_net_is_exact(seed: int) -> float:
     report = verify_tensor_plan(model, plan, step)
     assert report.worst <= EXACT, f"seed {seed}, {model.steps}: {report}\n{plan}"
     if seed % 3 == 0:
-        report = verify_tensor_plan(model, random_plan(model, 2, seed), step)
+        try:
+            report = verify_tensor_plan(model, random_plan(model, 2, seed), step)
+        except ParityError as error:  # it writes into a part of a gathered copy: refused, not wrong
+            assert "WholeCopyOfACutTensor" in str(error)
         assert report.worst <= EXACT, f"seed {seed}, {model.steps}, random plan: {report}"
     return plan.sharded_fraction
 
