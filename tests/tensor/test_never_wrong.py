@@ -172,7 +172,8 @@ def random_net_is_exact(seed: int) -> float:
         try:
             report = verify_tensor_plan(model, random_plan(model, 2, seed), step)
         except ParityError as error:  # it writes into a part of a gathered copy: refused, not wrong
-            assert "WholeCopyOfACutTensor" in str(error)
+            if "WholeCopyOfACutTensor" not in str(error):
+                raise
         assert report.worst <= EXACT, f"seed {seed}, {model.steps}, random plan: {report}"
     return plan.sharded_fraction
 
