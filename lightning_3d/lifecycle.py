@@ -29,7 +29,7 @@ from lightning_3d.observe.hang import HangReport
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
-from lightning_3d.probe import own_parameters
+from lightning_3d.probe import agree, own_parameters
 from lightning_3d.suitability import (
     GRADIENT_HOOKS,
     ZERO_GRAD_HOOKS,
@@ -168,6 +168,7 @@ class Lifecycle(_Base):
     def _equalize(self, module: nn.Module) -> None:
         """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
         assert self._mesh is not None
+        self._check_order(module)
         materialize(module, self.root_device)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -178,6 +179,19 @@ class Lifecycle(_Base):
             for tensor in [*module.parameters(), *module.buffers()]:
                 world.broadcast(tensor.data if tensor.is_contiguous() else _contiguous(tensor), 0)
         _set_rng_states(world.broadcast_object(_collect_rng_states(include_cuda=False), 0))
+
+    def _check_order(self, module: nn.Module) -> None:
+        """Ranks pair parameters, buffers and optimizer groups by their order."""
+        assert self._mesh is not None
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        try:
+            agree("the order of parameters", [(n, tuple(x.shape)) for n, x in tensors], self._mesh.world)
+        except ConfigurationError:
+            raise ConfigurationError(
+                f"the parameters and buffers of {type(module).__name__} are registered in another order, or with other "
+                "shapes, on some ranks than on rank 0, so weights would change places. Look for modules made while "
+                "going through a set (its order differs between processes), and for code that depends on the rank."
+            ) from None
 
     def _build(self, trainer: Any, module: Any) -> None:
         assert self._mesh is not None

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigurationError
 
+_WIDE = (torch.int32, torch.int64)  # every value of a smaller type may be meant
+
 
 def materialize(root: nn.Module, device: torch.device) -> bool:
     """Give every meta parameter and buffer of `root` memory on `device` and values by its module's initialisation.
@@ -36,8 +38,43 @@ def materialize(root: nn.Module, device: torch.device) -> bool:
         for name, module in root.named_modules():
             mine = _replace_meta(module, device, real)
             if mine:
+                for key in mine:
+                    _poison(_own(module, key))
                 _initializer(root, name, module, mine)()
+                _check_set(root, name, module, [key for key in mine if _is_poisoned(_own(module, key))])
     return True
+
+
+def _own(module: nn.Module, key: str) -> Tensor:
+    tensor = module._parameters.get(key)
+    found = module._buffers[key] if tensor is None else tensor
+    assert found is not None
+    return found
+
+
+def _poison(tensor: Tensor) -> None:
+    """Values no initialisation gives, so that what it leaves alone is seen (new memory may hold anything)."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype in _WIDE:
+        tensor.fill_(torch.iinfo(tensor.dtype).max - 1)
+
+
+def _is_poisoned(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype in _WIDE and bool((tensor == torch.iinfo(tensor.dtype).max - 1).any())
+
+
+def _check_set(root: nn.Module, name: str, module: nn.Module, left: list[str]) -> None:
+    if left:
+        how = (
+            "reset_parameters()" if callable(getattr(module, "reset_parameters", None)) else "_init_weights() above it"
+        )
+        raise ConfigurationError(
+            f"{name or type(root).__name__} ({type(module).__name__}) was built on the meta device, and {how} leaves "
+            f"{', '.join(left)} without values. Set them there (buffers too), or build the module on a real device."
+        )
 
 
 def _replace_meta(module: nn.Module, device: torch.device, real: dict[int, Tensor]) -> list[str]:

@@ -109,7 +109,6 @@ class Whole(torch.nn.Module):
             torch.nn.init.normal_(module.weight, std=0.02)
 
 
-@pytest.mark.xfail(strict=True, reason="an `_init_weights` that leaves a buffer alone is taken for what sets it")
 def test_a_buffer_that_nothing_initialises_is_refused() -> None:
     """S2: never the memory's old content."""
     with torch.device("meta"):
@@ -240,7 +239,6 @@ def test_replicas_that_use_different_heads_in_one_step() -> None:
     check((1, 1, 2), cases)
 
 
-@pytest.mark.xfail(strict=True, reason="ranks pair parameters by the order of registration, and nobody compares it")
 def test_ties_registered_in_another_order_on_every_rank() -> None:
     """H11: three tied pairs, five seeds. Right, or refused at set-up; not a hang, and no weights that change places."""
     ((want, _),) = launch(pipeline_cases.tied_in_any_order, 1, None, 0)

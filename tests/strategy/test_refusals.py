@@ -132,13 +132,6 @@ class RankBranch(models.LitGPT):
         return logits
 
 
-class FewHeads(models.LitGPT):
-    samples = staticmethod(models.tokens)
-
-    def __init__(self) -> None:
-        super().__init__(heads=1)
-
-
 class OwnSamples(models.LitMLP):
     """Every rank makes its own data, as a dataset that looks at the global rank does."""
 
@@ -193,11 +186,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "local": (LocalBatch, {"pipeline_parallel_size": 2}, ["cannot be pickled", "Pair", "top level of a module"]),
     "copy": (OwnCopy, {"pipeline_parallel_size": 2}, ["state_dict()", "net.", "trainer.save_checkpoint", "export"]),
     "samples": (OwnSamples, {"tensor_parallel_size": 2}, ["different batches", "distributed_sampler_kwargs"]),
-    "heads": (
-        FewHeads,
-        {"tensor_parallel_size": 2},
-        ["tensor_parallel_size=2", "blocks.0 has 1 attention head", "blocks.0.qkv.weight", "replicate"],
-    ),
     "plan": (
         models.LitMLP,
         {"tensor_parallel_size": 2, "tensor_parallel_plan": {"nett.2": "column"}},
