@@ -87,6 +87,8 @@ class Follow(Choices, TorchFunctionMode):
             if unknown is not None:
                 return self.answers(func, unknown)
         name = getattr(func, "__name__", "")
+        if name == "__set__" and func.__self__ is Tensor.grad and isinstance(args[0], nn.Parameter):
+            return _set_gradient(args[0], args[1])
         if name == "multi_head_attention_forward":
             with self:
                 return reentered(func)(*args, **kwargs)
@@ -178,9 +180,16 @@ class Follow(Choices, TorchFunctionMode):
         if parameter.shape[cut.dim] != cut.length:
             raise Refuted(frozenset([key]), f"{key}: its shape differs between blocks")
         shown = ShardedTensor(cut.to_local(parameter, 0, self.group.size), cut, self.group, frozenset([key]))
-        if parameter.grad is not None:  # manual optimization looks at it
-            shown.local.grad = cut.to_local(parameter.grad, 0, self.group.size)
+        with torch._C.DisableTorchFunction():  # this is no operation of the step
+            if parameter.grad is not None:  # manual optimization looks at it
+                shown.local.grad = cut.to_local(parameter.grad, 0, self.group.size)
         return shown
+
+
+def _set_gradient(parameter: nn.Parameter, value: Tensor | None) -> None:
+    """`p.grad = ...` in a step that is followed: there is a gradient of the parameter's shape, or none."""
+    with torch._C.DisableTorchFunction():
+        parameter.grad = None if value is None else torch.zeros_like(parameter)
 
 
 def active_transform() -> str | None:

@@ -108,7 +108,8 @@ class ShardedTensor(torch.Tensor):
             value = collectives.scatter(value.detach(), self.placement, self.group)
         elif value is not None and not value.placement.like(self.placement):
             value = collectives.scatter(whole(value).detach(), self.placement, self.group)
-        self._leaf.grad = None if value is None else local(value)
+        with torch._C.DisableTorchFunction():  # while a step is followed, this is no operation of it
+            self._leaf.grad = None if value is None else local(value)
 
     @property
     def data(self) -> Any:
