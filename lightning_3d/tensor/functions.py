@@ -50,6 +50,8 @@ def function_guard(proceed: Callable[..., Any], function: type, args: Args, kwar
     if not any(is_sharded(a) for a in (*args, *kwargs.values())):
         return proceed(*args, **kwargs)
     proceed.__name__ = function.__name__
+    # its results are its own: autograd refuses to write into them if they are views, and module hooks look for its node
+    proceed.lends = False  # type: ignore[attr-defined]
     try:
         if function in OWN_RULES:
             return OWN_RULES[function](proceed, args, kwargs)

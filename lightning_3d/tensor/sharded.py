@@ -217,7 +217,7 @@ def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
             _write_back(cut, changed)
         return None
     if type(target) is not ShardedTensor or not (_is_in_place(name) or _asked_in_place(func, given)):
-        return _lent(out, args, kwargs, operands)
+        return _lent(out, args, kwargs, operands) if getattr(func, "lends", True) else out
     _write_back(target, args[0] if args else kwargs["input"])
     return None if name == "__setitem__" else target
 
