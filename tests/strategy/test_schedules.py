@@ -27,7 +27,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (2, 2, 1),
+        (1, 4, 1),
+        pytest.param((1, 2, 1), marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_every_schedule(layout: tuple[int, int, int]) -> None:
     cases = []
     for k, options in enumerate(SCHEDULES.values()):
@@ -48,7 +57,16 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (1, 1, 2),
+        (2, 2, 1),
+        pytest.param((2, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_recomputed_activations_give_the_same_gradients(layout: tuple[int, int, int]) -> None:
     modes = [*MODES, {"activation_checkpointing": ["full", "none"][: layout[1]]}]
     cases = []
