@@ -117,7 +117,11 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """New values for this rank's shard, which stays where it is: given whole, cut alike, or as a shard."""
+        """New values for a parameter's shard, which stays where it is: given whole, cut alike, or as a shard."""
+        if not isinstance(self._leaf, torch.nn.Parameter):
+            setter: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+            fall_back(setter, (self, value), {}, NoRule("it would exchange the storage", fatal=True))
+            return
         if type(value) is ShardedTensor:
             shard = value.local if value.placement.like(self.placement) else self._part_of(whole(value))
         elif tuple(value.shape) == tuple(self._global_shape):
