@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_3d.errors import ParityError
-from lightning_3d.probe import intercept_functions, python_state
+from lightning_3d.probe import intercept_functions
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.exact import Exactly, experiment, relative_difference, widest
 from lightning_3d.tensor.functions import function_guard
@@ -126,7 +126,7 @@ def prove_operations(
     """
     found = operations_of(module, plan, step)
     report = OperationReport(plan.size, tolerance, gathers=found.gathers)
-    with experiment(seed), python_state(module), intercept_functions(function_guard, 1):
+    with experiment(seed), intercept_functions(function_guard, 1):
         for operation in found.kinds.values():
             try:
                 report.errors[str(operation)] = _try(reduced(operation, plan.size), plan)

@@ -35,9 +35,7 @@ def test_all_operations_are_proved(name: str) -> None:
 
 
 @pytest.mark.filterwarnings(GATHERS)
-@pytest.mark.parametrize(
-    "name", ["nanogpt", "timm", "lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "t5"))]
-)
+@pytest.mark.parametrize("name", ["nanogpt", "timm", "lora", "llama", "t5"])
 def test_any_placement_of_parameters_and_the_sequence_cut(name: str) -> None:
     build, step, _ = {**PLAIN, **HF}[name]
     torch.manual_seed(0)
