@@ -11,12 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import random
-import sys
 import threading
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,24 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.probe.reach import (
-    ATOMS,
-    FUNCTIONS,
-    contents_of,
-    globals_of,
-    held_attributes,
-    held_slots,
-    hides_state,
-    home,
-    is_array,
-    is_installed,
-    is_iterator,
-    is_library,
-    is_open,
-    is_random,
-    items_of,
-    parts_of,
-)
+from lightning_3d.probe import reach, saved
+from lightning_3d.probe.reach import home, is_iterator, is_open, is_random, parts_of
 
 _LARGE = 1000  # a table of that size is data: put back, but not looked into
 _BYTES = 2**24  # arrays and tensors up to that size are copied
@@ -54,10 +36,10 @@ _MACHINERY = frozenset(
 """What holds something of these runs by itself (a prefetcher, a client): its state is not ours to put back."""
 _FILES = frozenset(("_io", "io", "tempfile"))
 _MUTABLE = (dict, list, set, deque)
+_WITH_PARTS = (*reach.FUNCTIONS, property, staticmethod, classmethod, tuple, frozenset)
 
-Undo = Callable[[], None]
-Saver = Callable[[], Undo]
-"""Takes down a state; what it returns puts it back."""
+Moment = Callable[[], None]
+"""The state of one moment: a call puts it back."""
 
 
 class Replayed:
@@ -94,33 +76,6 @@ class Replayed:
         return self if pristine is None else pristine
 
 
-def random_savers() -> list[Saver]:
-    """Of the global generators: torch's on all devices in use, Python's, numpy's."""
-    found = [_of_random(torch.default_generator), _of_random(random._inst)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found += [_of_random(g) for g in torch.cuda.default_generators]
-    numpy = sys.modules.get("numpy")
-    return found if numpy is None else [*found, _of_random(numpy.random.mtrand._rand)]
-
-
-def _of_random(source: Any) -> Saver:
-    if isinstance(source, random.SystemRandom):
-        return lambda: lambda: None
-    if isinstance(source, random.Random):
-        return lambda: _later(source.setstate, source.getstate())
-    if isinstance(source, torch.Generator):
-        return lambda: _later(source.set_state, source.get_state())
-    if hasattr(source, "bit_generator"):
-        source = source.bit_generator
-    if hasattr(source, "get_state"):
-        return lambda: _later(source.set_state, source.get_state(legacy=False))
-    return lambda: _later(lambda state: setattr(source, "state", state), source.state)
-
-
-def _later(put: Callable[[Any], Any], state: Any) -> Undo:
-    return lambda: put(state)
-
-
 class PythonState:
     """The Python state a module's code may change, as it is now.
 
@@ -131,45 +86,57 @@ class PythonState:
     """
 
     def __init__(self, module: nn.Module, counters: bool = True) -> None:
-        self._package = home(type(module)) if not is_library(type(module)) else ""
+        self._package = home(type(module)) if not reach.is_library(type(module)) else ""
         self._counters = counters
         self._seen: dict[Any, Any] = {}
-        self._savers: list[Saver] = random_savers()
+        self._pieces = saved.global_generators()
         self._iterators: dict[int, tuple[Any, list[Callable[[Any], None]]]] = {}
         self._todo: deque[Any] = deque()
         for child in module.modules():
             self._seen[id(child)] = child
-            self._hold(child.__dict__, held_attributes(child) or {})
+            self._hold(child.__dict__, reach.held_attributes(child) or {})
             self._add(type(child))
         while self._todo and len(self._seen) < _MOST:
             self._look(self._todo.popleft())
         self._streams = {key: (Replayed(it), _copied(it)) for key, (it, _) in self._iterators.items()}
         self._place([stream for stream, _ in self._streams.values()])
-        self._start = self.taken_down()
+        self._start = [(piece, piece.take()) for piece in self._pieces]
 
     # -- use
-    def taken_down(self) -> Undo:
-        """The state of this moment; what it returns puts that back."""
-        undo = [save() for save in self._savers]
+    def taken_down(self) -> Moment:
+        """The state of this moment."""
+        pieces = _moment_of(self._pieces)
         at = [(stream, stream.at) for stream, _ in self._streams.values()]
 
         def put() -> None:
-            for action in undo:
-                action()
+            pieces()
             for stream, position in at:
                 stream.at = position
 
         return put
 
+    def narrow(self) -> None:
+        """From now on only that is taken down which has changed since the beginning, and what is random.
+
+        For runs that do what was just run, and meet often: simulated ranks.
+        """
+        self._pieces = [piece for piece, before in self._start if not piece.same(before)]
+
     def restore(self) -> None:
         """Begin again: all as it was; as often as one likes."""
-        self._start()
+        self._put_back()
         self._place([stream for stream, _ in self._streams.values()])
 
     def close(self) -> None:
         """Put all back for good."""
-        self._start()
+        self._put_back()
         self._place([stream.finish(pristine) for stream, pristine in self._streams.values()])
+
+    def _put_back(self) -> None:
+        for piece, before in self._start:
+            piece.put(before)
+        for stream, _ in self._streams.values():
+            stream.at = 0
 
     def _place(self, iterators: list[Any]) -> None:
         for (_, slots), iterator in zip(self._iterators.values(), iterators, strict=True):
@@ -180,14 +147,14 @@ class PythonState:
     def _is_users(self, value: Any) -> bool:
         """Code of the user: not of a library, nor of a package of models (whose globals are its own business)."""
         package = home(value)
-        return package == self._package or not is_installed(package)
+        return package == self._package or not reach.is_installed(package)
 
-    def _save(self, saver: Saver) -> None:
+    def _save(self, piece: saved.Saved) -> None:
         if self._counters:
-            self._savers.append(saver)
+            self._pieces.append(piece)
 
     def _add(self, value: Any) -> None:
-        if not isinstance(value, ATOMS) and id(value) not in self._seen:
+        if not isinstance(value, reach.ATOMS) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._todo.append(value)
 
@@ -202,14 +169,14 @@ class PythonState:
 
     def _look(self, value: Any) -> None:
         if is_random(value):
-            self._savers.append(_of_random(value))
+            self._pieces.append(saved.Generator(value))
         elif isinstance(value, Tensor):
             self._tensor(value)
-        elif is_array(value):
+        elif reach.is_array(value):
             if value.nbytes <= _BYTES and value.flags.writeable and not value.dtype.hasobject:
-                self._save(lambda: _later(_array_back(value), value.copy()))
+                self._save(saved.Array(value))
         elif isinstance(value, _MUTABLE):
-            self._save(lambda: _contents(value))
+            self._save(saved.Items(value) if isinstance(value, dict) else saved.Elements(value))
             if len(value) <= _LARGE:
                 self._container(value)
         elif isinstance(value, type):
@@ -218,29 +185,27 @@ class PythonState:
         elif isinstance(value, types.FunctionType):
             if self._is_users(value):
                 self._function(value)
-        elif not isinstance(value, types.ModuleType) and (
-            is_open(value) or isinstance(value, (*FUNCTIONS, property, staticmethod, classmethod, tuple, frozenset))
-        ):
+        elif not isinstance(value, types.ModuleType) and (is_open(value) or isinstance(value, _WITH_PARTS)):
             self._object(value)
 
     def _container(self, value: Any) -> None:
         if isinstance(value, dict):
-            self._hold(value, dict(items_of(value)))
+            self._hold(value, dict(reach.items_of(value)))
         elif isinstance(value, (list, deque)):
-            self._hold(value, dict(enumerate(contents_of(value))))
+            self._hold(value, dict(enumerate(reach.contents_of(value))))
         else:
             for item in value:
                 self._add(item)
 
     def _object(self, value: Any) -> None:
-        attributes = held_attributes(value)
+        attributes = reach.held_attributes(value)
         if any(home(type(part)) in _MACHINERY for part in (attributes or {}).values()):
             return
         if attributes is not None and value.__dict__ is not None and not isinstance(value, type):
-            self._save(lambda: _contents(value.__dict__))
+            self._save(saved.Items(value.__dict__))
             self._hold(value.__dict__, attributes)
-        elif held := held_slots(value):
-            self._save(lambda: _slots(value))
+        elif held := reach.held_slots(value):
+            self._save(saved.Slots(value))
             for item in held.values():
                 self._add(item)
         if not isinstance(value, nn.Module):
@@ -250,8 +215,8 @@ class PythonState:
         self._add(type(value))
 
     def _class(self, kind: type) -> None:
-        data = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not isinstance(v, FUNCTIONS)}
-        self._save(lambda: _class_attributes(kind))
+        data = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not isinstance(v, reach.FUNCTIONS)}
+        self._save(saved.ClassAttributes(kind))
         for key, value in data.items():
             if _must_be_replayed(value):
                 _, slots = self._iterators.setdefault(id(value), (value, []))
@@ -259,7 +224,7 @@ class PythonState:
             else:
                 self._add(value)
         for value in vars(kind).values():
-            if isinstance(value, FUNCTIONS):
+            if isinstance(value, reach.FUNCTIONS):
                 self._add(value)
         for base in kind.__bases__:
             self._add(base)
@@ -273,14 +238,14 @@ class PythonState:
                 self._seen[id(cell)] = cell
                 self._cell(cell)
         if function.__dict__:
-            self._save(lambda: _contents(function.__dict__))
+            self._save(saved.Items(function.__dict__))
         named: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        for space, name in globals_of(function.__code__, function.__globals__):
+        for space, name in reach.globals_of(function.__code__, function.__globals__):
             if (id(space), name) not in self._seen:
                 self._seen[id(space), name] = space
                 named.setdefault(id(space), (space, []))[1].append(name)
         for space, names in named.values():
-            self._save(functools.partial(_names, space, names))
+            self._save(saved.Names(space, tuple(names)))
             self._hold(space, {n: space[n] for n in names})
 
     def _cell(self, cell: types.CellType) -> None:
@@ -292,12 +257,12 @@ class PythonState:
             _, slots = self._iterators.setdefault(id(value), (value, []))
             slots.append(lambda new: setattr(cell, "cell_contents", new))
         else:
-            self._save(lambda: _later(lambda v: setattr(cell, "cell_contents", v), cell.cell_contents))
+            self._save(saved.Cell(cell))
 
     def _tensor(self, value: Tensor) -> None:
         small = not isinstance(value, nn.Parameter) and type(value) is Tensor and value.is_leaf and not value.is_meta
         if small and not value.is_inference() and value.layout is torch.strided and value.nbytes <= _BYTES:
-            self._save(lambda: _tensor_back(value))
+            self._save(saved.SmallTensor(value))
 
 
 def _must_be_replayed(value: Any) -> bool:
@@ -305,7 +270,7 @@ def _must_be_replayed(value: Any) -> bool:
     if not is_iterator(value) or is_random(value) or home(type(value)) in _FILES:
         return False
     kind: Any = type(value)
-    return hides_state(kind) or not is_open(value)
+    return reach.hides_state(kind) or not is_open(value)
 
 
 def _copied(iterator: Any) -> Any:
@@ -320,95 +285,6 @@ def _copied(iterator: Any) -> Any:
             return None
 
 
-def _contents(value: Any) -> Undo:
-    """Of a container or a `__dict__`: the identical objects in the same order."""
-    if isinstance(value, dict):
-        return _items(value)
-    before = contents_of(value)
-
-    def put() -> None:
-        now = contents_of(value)
-        if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
-            value.clear()
-            (value.update if isinstance(value, set) else value.extend)(before)
-
-    return put
-
-
-def _items(value: dict[Any, Any]) -> Undo:
-    before = items_of(value)
-    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-
-    def put() -> None:
-        now = items_of(value)
-        if len(now) != len(before) or any(a is not b or x is not y for (a, x), (b, y) in zip(now, before, strict=True)):
-            base.clear(value)
-            for key, item in before:
-                base.__setitem__(value, key, item)
-
-    return put
-
-
-def _names(space: dict[str, Any], names: list[str]) -> Undo:
-    before = {n: space[n] for n in names if n in space}
-
-    def put() -> None:
-        for name in names:
-            if name not in before:
-                space.pop(name, None)
-            elif space.get(name) is not before[name]:
-                space[name] = before[name]
-
-    return put
-
-
-def _slots(value: Any) -> Undo:
-    before = held_slots(value)
-
-    def put() -> None:
-        now = held_slots(value)
-        for name in before.keys() | now.keys():
-            if name not in before:
-                object.__delattr__(value, name)
-            elif now.get(name) is not before[name]:
-                object.__setattr__(value, name, before[name])
-
-    return put
-
-
-def _class_attributes(kind: type) -> Undo:
-    before = dict(vars(kind))
-
-    def put() -> None:
-        now = dict(vars(kind))
-        for name in before.keys() | now.keys():
-            if name.startswith("__") and name.endswith("__"):
-                continue
-            if name not in before:
-                type.__delattr__(kind, name)
-            elif name not in now or now[name] is not before[name]:
-                type.__setattr__(kind, name, before[name])
-
-    return put
-
-
-def _array_back(array: Any) -> Callable[[Any], None]:
-    return lambda before: array.__setitem__(Ellipsis, before)
-
-
-def _tensor_back(tensor: Tensor) -> Undo:
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        version, before = tensor._version, tensor.clone()
-
-    def put() -> None:
-        if tensor._version != version:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                tensor.copy_(before)
-
-    return put
-
-
-# ---------------------------------------------------------------- use
 _open: list[PythonState] = []
 _lock = threading.Lock()
 
@@ -432,15 +308,29 @@ def python_state(module: nn.Module, counters: bool = True) -> Iterator[PythonSta
         state.close()
 
 
-def common_state() -> Undo:
-    """Take down what copies of a model have in common in this process; what it returns puts that back.
+def common_state() -> Moment:
+    """Of what copies of a model have in common in this process, as it is now.
 
-    The global random generators, and all of the models whose `python_state` is open.
+    That is: the global random generators, and all of the models whose `python_state` is open.
     """
-    undo = [state.taken_down() for state in list(_open)] or [save() for save in random_savers()]
+    states = list(_open)
+    if states:
+        moments = [state.taken_down() for state in states]
+    else:
+        moments = [_moment_of(saved.global_generators())]
 
     def put() -> None:
-        for action in undo:
-            action()
+        for moment in moments:
+            moment()
+
+    return put
+
+
+def _moment_of(pieces: list[saved.Saved]) -> Moment:
+    before = [(piece, piece.take()) for piece in pieces]
+
+    def put() -> None:
+        for piece, state in before:
+            piece.put(state)
 
     return put
