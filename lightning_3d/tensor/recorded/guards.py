@@ -10,9 +10,10 @@ import ctypes
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterator
-from itertools import chain
-from operator import attrgetter, is_
+import weakref
+from collections.abc import Iterator
+from itertools import chain, compress, starmap
+from operator import attrgetter, getitem, is_not, methodcaller
 from typing import Any
 
 import torch
@@ -29,11 +30,10 @@ _GLOBAL_HOOKS = [
     value for name, value in vars(module_room).items() if name.startswith("_global_") and name.endswith("_hooks")
 ]
 _flags = attrgetter("requires_grad", "dtype")
-_values_of_dict = dict.values
-_namespace = attrgetter("__dict__")
-_values_of_namespace = types.MappingProxyType.values
 _content = attrgetter("cell_contents")
 _made_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_meant = weakref.ref.__call__
+_bytes = methodcaller("tobytes")
 _MISSING = object()
 
 
@@ -61,7 +61,7 @@ class Guards:
         self._ran: set[types.CodeType] = set()
         self._functions: list[types.FunctionType] = []
         self._cells: list[Any] = []
-        self._before = self._state()
+        self._note()
 
     def enter(self, code: types.CodeType, space: dict[str, Any]) -> None:
         """A function of the call is about to run for the first time.
@@ -75,7 +75,7 @@ class Guards:
         self._ran.add(code)
         self._functions = [f for f in self._readable.functions if f.__code__ in self._ran]
         self._cells = [c for f in self._functions for c in f.__closure__ or () if _has_content(c)]
-        self._before = self._state()
+        self._note()
 
     def check(self) -> None:
         """At the end of the call.
@@ -85,38 +85,33 @@ class Guards:
         """
         if not self.hold():
             raise Refused("it writes attributes of its modules, or containers they hold, or globals")
-        if len(self._before[0]) > _MOST_VALUES:
-            raise Refused(f"its code can look at {len(self._before[0])} values, too many to compare at every call")
+        if len(self._before) > _MOST_VALUES:
+            raise Refused(f"its code can look at {len(self._before)} values, too many to compare at every call")
         known = {f.__code__ for f in self._functions} | self._readable.codes_inside(iter(self._ran))
         unknown = next((c for c in self._ran if c.co_freevars and c not in known), None)
         if unknown is not None:
             raise Refused(f"it runs {unknown.co_name}, of which nobody knows what it sees of the functions around it")
 
-    def _state(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _state(self) -> tuple[tuple[Any, ...], list[Any]]:
         """(What must be the same objects, what must be equal)."""
-        found, own = self._readable, self._own
-        values = tuple(
-            chain(
-                chain.from_iterable(found.dicts),
-                chain.from_iterable(map(_values_of_dict, found.dicts)),
-                chain.from_iterable(found.sequences),
-                chain.from_iterable(map(_values_of_namespace, map(_namespace, found.classes))),
-                chain.from_iterable([_as_tuple(get(space)) for get, space in found.getters]),
-                map(_content, self._cells),
-                chain.from_iterable(map(_made_of, self._functions)),
-                (reference() for reference in found.references),
-                (getattr(value, name, _MISSING) for value, names in found.slotted for name in names),
-            )
+        own = self._own
+        equal = [*chain.from_iterable(starmap(map, self._equals)), len(own) - sum(map(own.__contains__, EXCHANGED))]
+        places = (*self._readable.views, *starmap(map, self._reads), *map(_made_of, self._functions))
+        return tuple(chain.from_iterable(places)), equal
+
+    def _note(self) -> None:
+        found = self._readable
+        reads: tuple[tuple[Any, ...], ...] = (
+            (getitem, found.spaces, found.names),
+            (getattr, found.owners, found.slots, [_MISSING] * len(found.slots)),
+            (type, found.instances),
+            (_meant, found.references),
+            (_content, self._cells),
         )
-        equal = (
-            list(map(len, found.dicts)),
-            list(map(len, found.sequences)),
-            list(map(len, found.sized)),
-            list(map(_flags, self._tensors)),
-            len(own) - sum(k in own for k in EXCHANGED),
-            [array.tobytes() for array in found.arrays],
-        )
-        return values, equal
+        equals = ((len, found.sized), (_flags, self._tensors), (_bytes, found.arrays))
+        self._reads, self._equals = [r for r in reads if r[1]], [e for e in equals if e[1]]
+        self._before, self._equal = self._state()
+        self._addresses = addresses(self._before)
 
     def hold(self) -> bool:
         """Nothing has changed, and no submodule has hooks."""
@@ -124,40 +119,33 @@ class Guards:
             return False
         try:
             now, equal = self._state()
-        except (KeyError, AttributeError, ValueError):  # something is not there any more
+        except (KeyError, ValueError):  # an item, or what a cell held, is not there any more
             return False
-        before, equal_before = self._before
-        if equal != equal_before or len(now) != len(before):
+        if equal != self._equal:
             return False
-        return identical(now, before) or all(map(_same, now, before))
+        if addresses(now) == self._addresses:
+            return True
+        if len(now) != len(self._before):
+            return False
+        others = compress(zip(now, self._before, strict=True), map(is_not, now, self._before))
+        return all(starmap(_same, others))
 
 
-def _identities(values: tuple[Any, ...]) -> bytes:
-    """The addresses of the elements, as they lie in the tuple."""
+def _as_they_lie(values: tuple[Any, ...]) -> Any:
     return ctypes.string_at(id(values) + tuple.__basicsize__, struct.calcsize("P") * len(values))
 
 
-def _identical_one_by_one(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    return all(map(is_, now, before))
-
-
-def _identical_at_once(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    return _identities(now) == _identities(before)
+def _one_by_one(values: tuple[Any, ...]) -> Any:
+    return list(map(id, values))
 
 
 def _tuples_lie_as_expected() -> bool:
     probe = (object(), "a", 1)
-    return sys.implementation.name == "cpython" and _identities(probe) == struct.pack("3P", *map(id, probe))
+    return sys.implementation.name == "cpython" and _as_they_lie(probe) == struct.pack("3P", *map(id, probe))
 
 
-identical: Callable[[tuple[Any, ...], tuple[Any, ...]], bool] = (
-    _identical_at_once if _tuples_lie_as_expected() else _identical_one_by_one
-)
-"""Whether two tuples of one length hold the same objects: twenty times faster at once than one by one."""
-
-
-def _as_tuple(got: Any) -> Any:
-    return got if type(got) is tuple else (got,)
+addresses = _as_they_lie if _tuples_lie_as_expected() else _one_by_one
+"""Which objects are in a tuple: forty times faster at once, from its memory, than one by one."""
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_3d.probe.reach import (
     ATOMS,
+    CONTAINERS,
     LIBRARIES,
     cells_of,
     contents_of,
@@ -40,9 +41,8 @@ from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.recorded.tape import Refused
 from lightning_3d.tensor.registry import words
 
-OWN = ("_parameters", "_buffers", "_modules")
 EXCHANGED = ("forward", "_compiled_call_impl")  # whoever runs the block may put others there for a while
-_STANDARD = frozenset(nn.Module().__dict__) - {"training", *OWN}
+_STANDARD = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _BYTES = 4096
 _MOST_OBJECTS = 20_000
 _HEAP_TYPE = 1 << 9  # a class that can be changed
@@ -51,7 +51,10 @@ _OPAQUE_HOMES = frozenset(
         "typing abc _abc logging threading _thread torch lightning_3d re inspect importlib _frozen_importlib warnings"
     )
 )
-"""Of these packages objects have no state that a result could depend on (or it is in the signature of the call)."""
+"""Of these packages objects have no state that a result could depend on (or it is in the signature of the call).
+
+But attributes of torch's objects count (an optimizer has a learning rate), and `threading.local` is the user's.
+"""
 _OPAQUE: tuple[type, ...] = (
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType),
     *(types.MemberDescriptorType, types.ClassMethodDescriptorType, types.ModuleType, types.FrameType),
@@ -83,26 +86,26 @@ class Readable:
         forward: What runs in place of its class's forward, or None.
 
     Attributes:
-        dicts: Dictionaries all of whose items count.
-        sequences: Lists, deques, sets.
-        classes: Classes whose attributes count.
-        getters: (getter, object): selected items of a dictionary.
-        sized: Attributes of modules; a new one changes the length.
+        views: Live views of what counts as a whole: keys and values of dictionaries, lists, attributes of classes.
+        sized: What has a length that counts.
+        spaces, names: Single items: `space[name]`.
+        owners, slots: Single attributes, of objects with `__slots__`.
+        instances: Objects whose class counts.
         functions: Functions that were reached.
         references: Weak references.
-        slotted: (object, names) of objects with `__slots__`.
         arrays: Small numpy arrays.
     """
 
     def __init__(self, block: nn.Module, forward: Any = None) -> None:
-        self.dicts: list[dict[Any, Any]] = []
-        self.sequences: list[Any] = []
-        self.classes: list[type] = []
-        self.getters: list[tuple[Any, Any]] = []
-        self.sized: list[dict[str, Any]] = []
+        self.views: list[Any] = []
+        self.sized: list[Any] = []
+        self.spaces: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self.owners: list[Any] = []
+        self.slots: list[str] = []
+        self.instances: list[Any] = []
         self.functions: list[types.FunctionType] = []
         self.references: list[Any] = []
-        self.slotted: list[tuple[Any, tuple[str, ...]]] = []
         self.arrays: list[Any] = []
         self._seen: dict[Any, Any] = {}
         self._todo: deque[Any] = deque()
@@ -133,13 +136,10 @@ class Readable:
             for module in modules:
                 if module.__name__.partition(".")[0] not in LIBRARIES:
                     found += [(vars(module), name) for name in vars(module) if not name.startswith("__")]
-        selected: dict[int, tuple[dict[str, Any], list[str]]] = {}
         for where, name in found:
             if (id(where), name) not in self._seen:
                 self._seen[id(where), name] = where
-                selected.setdefault(id(where), (where, []))[1].append(name)
-                self._add(where[name])
-        self.getters += [(itemgetter(*names), where) for where, names in selected.values()]
+                self._item(where, name)
         self._walk()
 
     # -- walk
@@ -158,6 +158,21 @@ class Readable:
         for value in values:
             self._add(value)
 
+    def _item(self, space: dict[str, Any], name: str) -> None:
+        self.spaces.append(space)
+        self.names.append(name)
+        self._add(space[name])
+
+    def _mapping(self, value: Any) -> None:
+        """Keys in their order and values, past whatever a subclass makes of looking them up."""
+        kind: Any = next((k for k in (OrderedDict, dict) if isinstance(value, k)), type(value))
+        keys, values = kind.keys(value), kind.values(value)
+        self.sized.append(keys)
+        if keys:  # of an empty one the length says all
+            self.views += (keys, values)
+        self._add_all(keys)
+        self._add_all(values)
+
     def _look(self, value: Any) -> None:
         if isinstance(value, nn.Module):
             self._module(value)
@@ -172,7 +187,7 @@ class Readable:
         elif isinstance(value, weakref.ref):
             self.references.append(value)
             self._add(value())
-        elif isinstance(value, (dict, types.MappingProxyType, list, tuple, set, frozenset, deque)):
+        elif isinstance(value, CONTAINERS):
             self._container(value)
         elif is_array(value):
             if value.nbytes > _BYTES or value.dtype.hasobject:
@@ -180,7 +195,7 @@ class Readable:
                     "it holds, or its code names, a large numpy array, which cannot be compared at every call"
                 )
             self.arrays.append(value)
-        elif not is_random(value):  # what is drawn is seen by `PythonCode`
+        elif not is_random(value):  # what is drawn, `PythonCode` sees
             self._object(value)
 
     def _module(self, module: nn.Module) -> None:
@@ -188,15 +203,12 @@ class Readable:
             raise Refused("it can look at the LightningModule, which changes with every step")
         own = module.__dict__
         exchanged = EXCHANGED if module is self._block else ()
-        names = [k for k in own if k not in _STANDARD and k not in exchanged]
-        self.getters.append((itemgetter(*names), own))
+        for name in own:
+            if name not in _STANDARD and name not in exchanged:
+                self._item(own, name)
         if module is not self._block:
             self.sized.append(own)
-        self.dicts += [own[k] for k in OWN if own[k]]
-        for key in names:
-            if key not in OWN:
-                self._add(own[key])
-        self._add_all(own["_modules"].values())
+        self.instances.append(module)
         self._add(type(module))
 
     def _class(self, kind: type) -> None:
@@ -205,7 +217,7 @@ class Readable:
             if not mine or one is nn.Module or (id(one) in self._seen and one is not kind):
                 continue
             self._seen[id(one)] = one
-            self.classes.append(one)
+            self.views.append(vars(one).values())
             self._add_all(v for k, v in vars(one).items() if not k.startswith("__") or isinstance(v, _CODE))
 
     def _function(self, function: types.FunctionType) -> None:
@@ -216,25 +228,18 @@ class Readable:
         self._add_all((function.__kwdefaults__ or {}).values())
         self._add_all(cells_of(function))
         if home(function) not in LIBRARIES and function.__dict__:
-            self.dicts.append(function.__dict__)
-            self._add_all(function.__dict__.values())
+            self._mapping(function.__dict__)
 
     def _container(self, value: Any) -> None:
-        if isinstance(value, dict):
-            self.dicts.append(value)
-            self._add_all(dict.values(value))
-            self._add_all(dict.keys(value))
-        elif isinstance(value, types.MappingProxyType):
-            self._add_all(value.values())
+        if isinstance(value, (dict, types.MappingProxyType)):
+            self._mapping(value)
         else:
             if not isinstance(value, (tuple, frozenset)):
-                self.sequences.append(value)
+                self.views.append(value)
+                self.sized.append(value)
             self._add_all(contents_of(value))
-        if held_attributes(value):
-            self.dicts.append(value.__dict__)
-            self._add_all(value.__dict__.values())
-        if type(value) not in (dict, list, tuple, set, frozenset, deque):
-            self._add(type(value))
+        if type(value) not in CONTAINERS:
+            self._attributes(value)
 
     def _object(self, value: Any) -> None:
         kind: Any = type(value)
@@ -242,22 +247,30 @@ class Readable:
         if package in ("lightning", "pytorch_lightning"):
             raise Refused(f"it can look at a {kind.__name__} of Lightning, which changes with every step")
         compiled = kind.__name__ == "cython_function_or_method" or home(value) in LIBRARIES or package in LIBRARIES
-        if package in _OPAQUE_HOMES or (callable(value) and compiled):  # a function of a library; draws are seen
+        if callable(value) and compiled:  # a function of a library; draws are seen
+            return
+        of_users = kind is threading.local or (package == "torch" and not hides_state(kind))
+        if package in _OPAQUE_HOMES and not of_users:
             return
         if is_iterator(value):
             raise Refused(
                 f"it holds, or its code names, an iterator ({kind.__name__}), which gives something else every time"
             )
-        slots = slots_of_class(kind)
         if hides_state(kind):
             raise Refused(f"it holds, or its code names, a {package}.{kind.__name__}, whose state cannot be compared")
+        self._attributes(value)
+
+    def _attributes(self, value: Any) -> None:
+        """Attributes of an object, and its class."""
         attributes = held_attributes(value)
         if attributes is not None:
-            self.dicts.append(attributes)
-            self._add_all(attributes.values())
-        if slots:
-            self.slotted.append((value, slots))
-            self._add_all(getattr(value, name) for name in slots if hasattr(value, name))
+            self._mapping(attributes)
+        kind: Any = type(value)
+        for name in slots_of_class(kind):
+            self.owners.append(value)
+            self.slots.append(name)
+            self._add(getattr(value, name, None))
+        self.instances.append(value)
         self._add(kind)
 
     def codes_inside(self, codes: Iterator[types.CodeType]) -> set[types.CodeType]:

@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from tests.tensor.recorded.test_guards import Block, Model, check, step
 NUMBER_OUTSIDE = 1.0
 REGISTRY: dict[str, Any] = {"x": {"t": 1.0}}
 NESTED = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(t=1.0))))
+HIDDEN = {"t": 1.0}
+LOCAL = threading.local()
 ROOM = types.ModuleType("room_of_settings")
 ROOM.t = 1.0  # type: ignore[attr-defined]
 sys.modules["room_of_settings"] = ROOM
@@ -72,10 +75,16 @@ class Inner(nn.Module):
         return h.tanh()
 
 
+class Rectified(Inner):
+    def forward(self, h: Tensor) -> Tensor:
+        return h.relu()
+
+
 class Looking(Block):
     """A block that looks at state in one of many places."""
 
     t_of_class = 1.0
+    proxy = types.MappingProxyType(HIDDEN)
 
     def __init__(self, kind: str) -> None:
         super().__init__(Looking.act)
@@ -87,6 +96,7 @@ class Looking(Block):
         self.value = self.schedule.value
         self.read, self.write = enclosing()
         self.parent: Any = weakref.ref(self.schedule)
+        self.optimizer = torch.optim.SGD([torch.ones(1)], 1.0)
 
     def act(self, x: Tensor, h: Tensor) -> Tensor:
         return getattr(self, f"by_{self.kind}")(h)
@@ -144,6 +154,18 @@ class Looking(Block):
     def by_inner(self, h: Tensor) -> Tensor:
         return self.inner(h)
 
+    def by_class_of_inner(self, h: Tensor) -> Tensor:
+        return self.inner(h)
+
+    def by_buffers_of_inner(self, h: Tensor) -> Tensor:
+        return h / (1 + len(self.inner._buffers))
+
+    def by_proxy(self, h: Tensor) -> Tensor:
+        return h * self.proxy["t"]
+
+    def by_optimizer(self, h: Tensor) -> Tensor:
+        return h * self.optimizer.param_groups[0]["lr"]
+
     def by_method(self, h: Tensor) -> Tensor:
         return h * self.factor_of_class()
 
@@ -183,6 +205,10 @@ def change_of(kind: str, block: Any, undo: Any) -> None:
         "enclosing": lambda: block.write(0.5),
         "default": lambda: leaf.__defaults__[0].__setitem__(0, 0.5),  # type: ignore[index]
         "inner": lambda: undo.setattr(Inner, "forward", lambda self, h: h.relu()),
+        "class_of_inner": lambda: setattr(block.inner, "__class__", Rectified),
+        "buffers_of_inner": lambda: block.inner.register_buffer("extra", torch.ones(1)),
+        "proxy": lambda: undo.setitem(HIDDEN, "t", 0.5),
+        "optimizer": lambda: block.optimizer.param_groups[0].__setitem__("lr", 0.5),
         "method": lambda: undo.setattr(Looking, "factor_of_class", lambda self: 0.5),
         "environment": lambda: undo.setenv("SOME_FACTOR", "0.5"),
         "reference": lambda: setattr(block.parent(), "count", 2),
@@ -264,3 +290,10 @@ def test_a_block_that_can_look_at_the_lightning_module_stays_under_the_rules() -
         return model
 
     check("refused: LightningModule", build)
+
+
+def test_a_block_that_looks_at_state_of_its_thread_stays_under_the_rules() -> None:
+    def body(self: Any, x: Tensor, h: Tensor) -> Tensor:
+        return h * getattr(LOCAL, "t", 1.0)
+
+    check("refused: local", lambda: Model(body))
