@@ -8,6 +8,7 @@ see a process group, so the same code runs on one process, on gloo, on NCCL, and
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -275,6 +276,27 @@ class ProcessCommunicator(Communicator):
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.device)).cpu()
+
+
+# -- beside the mesh, for who watches a run
+StoreError = dist.DistError
+"""What a store raises once the process that hosts it is gone."""
+_stores: Counter[str] = Counter()
+
+
+def run_store(use: str) -> Any:
+    """A part of the run's key-value store for one use, on a connection of its own (for another thread).
+
+    Every call opens another part, the same one on all ranks: several runs of the same processes do not meet.
+    """
+    _stores[use] += 1
+    store: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"lightning_3d/{use}/{_stores[use]}", store.clone())  # type: ignore[attr-defined]
+
+
+def ranks_of(group: Any = None) -> list[int]:
+    """Global ranks of a process group (None: of the default one, so all there are)."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def _work(work: Any) -> Pending:

@@ -21,22 +21,21 @@ class Neighbours:
     """The other ranks of this machine.
 
     Args:
-        store: The run's key-value store.
-        key: Prefix of the keys used here.
+        store: A part of the run's key-value store.
         rank: This rank.
         describe: Where this rank stands.
         world_size: Number of ranks.
     """
 
-    def __init__(self, store: Any, key: str, rank: int, describe: str, world_size: int) -> None:
-        self._store, self._key = store, key
+    def __init__(self, store: Any, rank: int, describe: str, world_size: int) -> None:
+        self._store = store
         self._poll = select.poll() if hasattr(os, "pidfd_open") else None
         self._ranks: dict[int, int] = {}  # descriptor -> rank
         self._missed: set[int] = set()
         self._places: dict[int, str] = {}
         self._unknown = set(range(world_size)) - {rank} if self._poll is not None else set()
         self._here = _machine()
-        store.set(f"{key}/process/{rank}", json.dumps([self._here, os.getpid(), describe]))
+        store.set(f"process/{rank}", json.dumps([self._here, os.getpid(), describe]))
 
     def gone(self) -> dict[int, str]:
         """Rank -> what is known of its end, of those that have ended."""
@@ -66,12 +65,12 @@ class Neighbours:
         """Open the descriptors of those who have said who they are."""
         assert self._poll is not None
         for rank in sorted(self._unknown):
-            key = f"{self._key}/process/{rank}"
+            key = f"process/{rank}"
             if not self._store.check([key]):
                 continue
             self._unknown.discard(rank)
             machine, pid, self._places[rank] = json.loads(self._store.get(key).decode())
-            if machine != self._here:
+            if machine is None or machine != self._here:
                 continue
             try:
                 fd = os.pidfd_open(pid)
@@ -84,12 +83,12 @@ class Neighbours:
             self._poll.register(fd, select.POLLIN)
 
 
-def _machine() -> str:
-    """Equal for processes that see each other's process numbers."""
+def _machine() -> str | None:
+    """Equal for processes that see each other's process numbers; None: not known, so nobody is watched."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
-        return "unknown"
+        return None
 
 
 def _end_of(fd: int) -> str:

@@ -14,13 +14,12 @@ import time
 import traceback
 from typing import Any
 
-import torch
-
+from lightning_3d.comm import StoreError, ranks_of, run_store
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.observe.alive import Neighbours
 
-_runs = 0
-"""Number of watches this process has had: every run looks at a key of its own."""
+_ERROR = "error"
+"""The key of the first error."""
 _OF_OTHERS = ("connection closed", "connection reset", "broken pipe", "connection refused", "gloo", "nccl", "socket")
 """What the errors speak of that a rank gets when another one is gone."""
 _FIRST = 1.5
@@ -31,13 +30,12 @@ class FailureWatch:
     """Spreads the first error of a run to all of its processes.
 
     Args:
-        store: The key-value store of the process group (a `torch.distributed` Store).
+        store: A part of the run's key-value store of its own (see `comm.run_store`).
         rank: This rank.
         describe: Where this rank stands, e.g. "stage 1 of 2, tp 0, dp 1".
+        world_size: Number of ranks whose processes are looked after.
         interval: Seconds between two looks.
         grace: Seconds a rank gets to end by itself after another one failed.
-        run: Tells runs of the same processes apart; equal on all ranks.
-        world_size: Number of ranks whose processes are looked after.
     """
 
     def __init__(
@@ -45,27 +43,22 @@ class FailureWatch:
         store: Any,
         rank: int,
         describe: str,
+        world_size: int,
         interval: float = 0.5,
         grace: float = 3.0,
-        run: int = 0,
-        world_size: int = 1,
     ) -> None:
-        self._key = f"lightning_3d/failure/{run}"
         self._store, self._rank, self._describe = store, rank, describe
         self._interval, self._grace = interval, grace
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning_3d-failure-watch", daemon=True)
         self._failed_here = False
         self._lock = threading.Lock()  # `report` and the thread both look after the neighbours
-        self._neighbours = Neighbours(store, self._key, rank, describe, world_size)
+        self._neighbours = Neighbours(store, rank, describe, world_size)
 
     @classmethod
     def on_default_group(cls, rank: int, describe: str) -> FailureWatch:
         """A watch over the store of the default process group, on a connection of its own."""
-        global _runs
-        _runs += 1
-        store: Any = torch.distributed.distributed_c10d._get_default_store()
-        return cls(store.clone(), rank, describe, run=_runs, world_size=torch.distributed.get_world_size())
+        return cls(run_store("failure"), rank, describe, len(ranks_of()))
 
     def start(self) -> None:
         self._thread.start()
@@ -74,8 +67,8 @@ class FailureWatch:
         """The run ended well (or this rank has reported): look no further, and nobody needs to look after this rank."""
         self._stop.set()
         try:
-            self._store.set(f"{self._key}/done/{self._rank}", "")
-        except Exception:  # the process that hosts the store was done before
+            self._store.set(f"done/{self._rank}", "")
+        except StoreError:  # the process that hosts the store was done before
             return
         with self._lock:
             self._neighbours.close()
@@ -88,8 +81,8 @@ class FailureWatch:
         try:
             if any(word in str(error).lower() for word in _OF_OTHERS):
                 self._await_cause()
-            first = self._store.compare_set(self._key, "", message).decode()
-        except Exception as lost:  # the store died with another rank
+            first = self._store.compare_set(_ERROR, "", message).decode()
+        except StoreError as lost:  # the store died with another rank
             cause = "; ".join(self._gone().values())
             print(f"lightning_3d: {cause or f'could not tell the other ranks ({lost})'}", file=sys.stderr, flush=True)
             return
@@ -114,32 +107,32 @@ class FailureWatch:
         if found is None and (gone := self._gone()):
             time.sleep(0.2)  # what it said last may still be on its way to the store
             for rank, how in gone.items():
-                if self._store.check([f"{self._key}/done/{rank}"]):
+                if self._store.check([f"done/{rank}"]):
                     with self._lock:
                         self._neighbours.forget(rank)
                 elif self._reported() is None:
-                    self._store.compare_set(self._key, "", how)
+                    self._store.compare_set(_ERROR, "", how)
             found = self._reported()
         return found
 
     def _reported(self) -> str | None:
-        if not self._store.check([self._key]):
+        if not self._store.check([_ERROR]):
             return None
-        text: bytes = self._store.get(self._key)
+        text: bytes = self._store.get(_ERROR)
         return text.decode()
 
     def _gone(self) -> dict[int, str]:
         with self._lock:
             try:
                 return self._neighbours.gone()
-            except Exception:  # the store is gone before all neighbours were known
+            except StoreError:  # the store is gone before all neighbours were known
                 return {}
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):
             try:
                 message = self._first()
-            except Exception:  # the process that hosts the store is gone
+            except StoreError:  # the process that hosts the store is gone
                 cause = "; ".join(self._gone().values())
                 message = cause or "the process that hosts the run's key-value store (global rank 0) is gone"
             if message is None:

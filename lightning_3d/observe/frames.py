@@ -14,21 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from lightning_3d.comm import ProcessCommunicator
+from lightning_3d.comm import ProcessCommunicator, ranks_of
 from lightning_3d.mesh import Coordinate, Mesh, rank_of
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _NOT_USERS = (_PACKAGE, *{sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")}, "<")
-
-
 _STACK = 24
 """Lines of a stack that are shown; what is further out is how training was started."""
 
 
 class Wait(NamedTuple):
-    """How a rank waits (see `Note`), for which ranks, in which collective."""
+    """How a rank waits (see `activity.Note`), for which ranks, in which collective."""
 
     text: str
     ranks: tuple[int, ...] = ()
@@ -87,14 +83,14 @@ def blocked_in(frames: list[FrameType], mesh: Mesh) -> Wait | None:
         if frame.f_code.co_filename.endswith("lightning_3d/comm.py"):
             axis = frame.f_locals.get("self")
             if isinstance(axis, ProcessCommunicator):
-                return _collective(_operation(frames, frame), f"over {axis.axis}", axis.group)
+                return _collective(mesh, _operation(frames, frame), f"over {axis.axis}", axis.group)
     for frame in frames:
         if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py") and "group" in frame.f_locals:
-            return _collective(frame.f_code.co_name, "called outside of lightning_3d", frame.f_locals["group"])
+            return _collective(mesh, frame.f_code.co_name, "called outside of lightning_3d", frame.f_locals["group"])
     if frames and ".wait(" in linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno):
         # a reduction that was started earlier and is waited for now
         reduced = any(f"{_PACKAGE}/zero/" in f.f_code.co_filename for f in frames)
-        return _collective("a reduction", "over dp", mesh.data.group) if reduced else None
+        return _collective(mesh, "a reduction", "over dp", mesh.data.group) if reduced else None
     return None
 
 
@@ -105,8 +101,7 @@ def _operation(frames: list[FrameType], frame: FrameType) -> str:
     return outer[-1].f_code.co_name
 
 
-def _collective(operation: str, where: str, group: Any) -> Wait:
-    group = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(group)
-    others = tuple(rank for rank in ranks if rank != dist.get_rank())
+def _collective(mesh: Mesh, operation: str, where: str, group: Any) -> Wait:
+    ranks = ranks_of(group)
+    others = tuple(rank for rank in ranks if rank != mesh.rank)
     return Wait(f"in {operation} {where} for", others, f"{operation} {where} {ranks}")

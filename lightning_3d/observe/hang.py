@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from lightning_3d.comm import StoreError, run_store
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.mesh import Mesh
 from lightning_3d.observe.activity import Activity, Note
@@ -25,18 +24,16 @@ if TYPE_CHECKING:
 
 _ANSWER = 3.0
 """Seconds the ranks have for their answers."""
-_runs = 0
 
 
 class HangReport:
     """Watches one rank, and reports when it waits too long.
 
     Args:
-        store: The run's key-value store (a `torch.distributed` Store), on a connection of its own.
+        store: A part of the run's key-value store of its own (see `comm.run_store`).
         activity: What this rank does.
         world_size: Number of ranks.
         limit: Seconds a rank may wait without a report.
-        run: Tells runs of the same processes apart; equal on all ranks.
         write: Takes the report.
     """
 
@@ -46,7 +43,6 @@ class HangReport:
         activity: Activity,
         world_size: int,
         limit: float = 60.0,
-        run: int = 0,
         write: Callable[[str], None] | None = None,
     ) -> None:
         if not limit > 0:
@@ -56,7 +52,6 @@ class HangReport:
             )
         self.activity, self.limit = activity, limit
         self._store, self._world_size = store, world_size
-        self._key = f"lightning_3d/hang/{run}"
         self._interval = min(1.0, limit / 4)
         self._write = write or _to_stderr
         self._stop = threading.Event()
@@ -67,10 +62,7 @@ class HangReport:
     @classmethod
     def on_default_group(cls, mesh: Mesh, limit: float) -> HangReport:
         """A report over the store of the default process group; call it in the thread that trains."""
-        global _runs
-        _runs += 1
-        store: Any = torch.distributed.distributed_c10d._get_default_store()
-        return cls(store.clone(), Activity.of(mesh), mesh.layout.world_size, limit, run=_runs)
+        return cls(run_store("hang"), Activity.of(mesh), mesh.layout.world_size, limit)
 
     def follow(self, runner: PipelineRunner | None) -> None:
         """Know what a pipeline does; without one only collectives are known."""
@@ -89,14 +81,14 @@ class HangReport:
         while not self._stop.wait(self._interval):
             try:
                 self._once()
-            except RuntimeError:  # the store is gone, and with it the run: `FailureWatch` says why
+            except StoreError:  # the store is gone, and with it the run: `FailureWatch` says why
                 return
             except Exception as error:  # training must not suffer from a report that cannot be made
                 self._write(f"lightning_3d: no report on hangs any more ({type(error).__name__}: {error})")
                 return
 
     def _once(self) -> None:
-        asked = int(self._store.add(f"{self._key}/asked", 0))  # how many reports were asked for in this run
+        asked = int(self._store.add("asked", 0))  # how many reports were asked for in this run
         if asked > self._answered:
             self._answer(asked)
         progress, seconds, waits = self.activity.look()
@@ -104,15 +96,15 @@ class HangReport:
             self._ask()
 
     def _answer(self, number: int) -> None:
-        self._store.set(f"{self._key}/{number}/{self.activity.mesh.rank}", self.activity.note().to_text())
+        self._store.set(f"{number}/{self.activity.mesh.rank}", self.activity.note().to_text())
         self._answered, (self._known, _, _) = number, self.activity.look()
 
     def _ask(self) -> None:
         number = self._answered + 1  # a rank that asks at the same time asks for the same one, and one of them gets it
         me = str(self.activity.mesh.rank)
-        if self._store.compare_set(f"{self._key}/{number}/asks", "", me).decode() != me:
+        if self._store.compare_set(f"{number}/asks", "", me).decode() != me:
             return  # another rank reports this hang
-        self._store.add(f"{self._key}/asked", 1)
+        self._store.add("asked", 1)
         self._answer(number)
         self._write(report_text(self._answers(number), self.activity.mesh.rank, self._world_size))
 
@@ -121,7 +113,7 @@ class HangReport:
         until = time.monotonic() + max(_ANSWER, 2 * self._interval)
         while len(notes) < self._world_size and time.monotonic() < until and not self._stop.is_set():
             for rank in range(self._world_size):
-                key = f"{self._key}/{number}/{rank}"
+                key = f"{number}/{rank}"
                 if rank not in notes and self._store.check([key]):
                     notes[rank] = Note.from_text(self._store.get(key).decode())
             time.sleep(0.05)
