@@ -31,17 +31,6 @@ WHERE = {
 """Kind of end -> the rank that ends (rank 0 is the last stage, and hosts the store's only user)."""
 
 
-class Trouble(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _fail("backward")
-        return gradient
-
-
 def _fail(kind: str) -> None:
     Path(os.environ["FAILED_AT"]).write_text(str(time.monotonic()))
     if kind == "exit":
@@ -70,7 +59,6 @@ class Net(pl.LightningModule):
             for layer in self.layers:
                 layer.trouble = self.kind
             Optimizer.armed = self.kind == "optimizer"
-
         elif batch_idx == 2 and self.kind == "kill while the other sleeps":
             time.sleep(30)  # no connection tells this rank anything
 
@@ -84,11 +72,12 @@ class Layer(nn.Module):
         self.linear, self.trouble = nn.Linear(4, 4), ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.trouble == "backward":
-            x = Trouble.apply(x)
-        elif self.trouble not in ("", "loader", "optimizer"):
+        if self.trouble not in ("", "loader", "optimizer", "backward"):
             _fail(self.trouble)
-        return torch.relu(self.linear(x))
+        y = torch.relu(self.linear(x))
+        if self.trouble == "backward":
+            y.register_hook(lambda gradient: _fail("backward"))
+        return y
 
 
 class Optimizer(torch.optim.SGD):
@@ -115,16 +104,14 @@ class Samples(torch.utils.data.Dataset[Tensor]):
 
 
 def fit(kind: str, folder: str) -> None:
-    """Ends as a script would: an error is printed, to one file in the order in which the ranks print."""
+    """An error is printed as a script would print it, to one file in the order in which the ranks print."""
     warnings.simplefilter("ignore")
     os.environ["FAILED_AT"] = f"{folder}/failed_at"
     os.dup2(os.open(f"{folder}/printed", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     rank = int(os.environ["RANK"])
-    workers = int(kind == "loader")
-    loader = torch.utils.data.DataLoader(
-        Samples(bool(workers) and rank == WHERE[kind]), batch_size=8, num_workers=workers
-    )
+    worker: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "loader" else {}
+    loader = torch.utils.data.DataLoader(Samples(bool(worker) and rank == WHERE[kind]), batch_size=8, **worker)
     trainer = pl.Trainer(
         max_steps=8, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, strategy=ThreeDStrategy(pipeline_parallel_size=2, num_microbatches=2),
@@ -133,5 +120,4 @@ def fit(kind: str, folder: str) -> None:
         trainer.fit(Net(kind), loader)
     except BaseException:
         traceback.print_exc()
-        Path(f"{folder}/raised{rank}").write_text(str(time.monotonic()))
-        os._exit(1)
+        raise

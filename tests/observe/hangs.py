@@ -75,7 +75,7 @@ def foreign_collective(folder: str) -> None:
     """The last stage calls a collective in a block, which the others never come to: ended when it was reported."""
     net, mesh, runner = _pipeline()
     file = Path(folder) / "report"
-    _watched(mesh, runner, 1.5, lambda text: _publish(file, text))
+    _watched(mesh, runner, 1.0, lambda text: _publish(file, text))
     _end_with(file)
     if mesh.is_last_stage:
         net.layers[4].begin(1, lambda: dist.all_reduce(torch.zeros(1)))
@@ -86,7 +86,7 @@ def deadlock(folder: str) -> None:
     """Two replicas, each in a collective of its own."""
     mesh = Mesh(Layout(dp=2), torch.device("cpu"))
     file = Path(folder) / "report"
-    _watched(mesh, None, 1.5, lambda text: _publish(file, text))
+    _watched(mesh, None, 1.0, lambda text: _publish(file, text))
     _end_with(file)
     (mesh.world if mesh.rank else mesh.data).all_reduce(torch.zeros(1))
 

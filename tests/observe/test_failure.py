@@ -42,14 +42,14 @@ def test_all_end_within_ten_seconds_and_the_first_error_is_the_true_one(kind: st
 
 def test_how_a_child_ended_is_told_and_one_that_was_done_may_go() -> None:
     store = torch.distributed.HashStore()
-    neighbours = Neighbours(store, "key", 0, "stage 0", 4)
+    neighbours = Neighbours(store, 0, "stage 0", 4)
     script = "import json, os, sys; print(os.getpid(), flush=True); sys.stdin.read(); os._exit(3)"
     children = []
     for rank in (1, 2):
         child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         children.append(child)
-        store.set(f"key/process/{rank}", json.dumps([_machine(), child.pid, f"stage {rank}"]))
-    store.set("key/process/3", json.dumps(["another machine", children[0].pid, "stage 3"]))
+        store.set(f"process/{rank}", json.dumps([_machine(), child.pid, f"stage {rank}"]))
+    store.set("process/3", json.dumps(["another machine", children[0].pid, "stage 3"]))
     assert neighbours.gone() == {}
     children[0].kill()
     children[1].communicate(timeout=20)
