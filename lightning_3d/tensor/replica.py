@@ -65,13 +65,13 @@ def silence_logging(module: nn.Module) -> None:
 def optimization_untouched(module: nn.Module) -> Iterator[None]:
     """Put back what a step with manual optimization changes in an experiment, whether it comes to its end or not.
 
-    It freezes parameters (`toggle_optimizer`), steps schedulers and writes into the optimizers' groups; steps of the
-    optimizers themselves are the strategy's to refuse.
+    It freezes parameters (`toggle_optimizer`), sets their gradients, steps schedulers and writes into the optimizers'
+    groups; steps of the optimizers themselves are the strategy's to refuse.
     """
     trainer = module.__dict__.get("_trainer")
     optimizers = getattr(trainer, "optimizers", ())
     schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
-    trained = [(p, p.requires_grad) for p in module.parameters()]
+    trained = [(p, p.requires_grad, p.grad) for p in module.parameters()]
     groups = [(g, {k: v for k, v in g.items() if k != "params"}) for o in optimizers for g in o.param_groups]
     before = [
         (s, {k: copy.copy(v) if isinstance(v, (list, dict)) else v for k, v in vars(s).items()}) for s in schedulers
@@ -79,8 +79,9 @@ def optimization_untouched(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, requires in trained:
+        for parameter, requires, gradient in trained:
             parameter.requires_grad_(requires)
+            parameter.grad = gradient
         for group, values in groups:
             group.update(values)
         for scheduler, state in before:

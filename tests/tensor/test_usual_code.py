@@ -182,6 +182,25 @@ def test_against_one_process() -> None:
     assert ": 1 programs" in found["max pooling"]["recorded"]
 
 
+@pytest.mark.parametrize("before", [None, 1.0])
+def test_gradients_set_by_a_step_that_needs_values_are_put_back(before: float | None) -> None:
+    """Broken before: planning ran on the real parameters, and left them gradients of zeros."""
+
+    def step(m: Any) -> Tensor:
+        out = m.net(batch[0])
+        for p in m.parameters():
+            p.grad = torch.ones_like(p)
+        return out[out.sum(-1) > 0].square().mean()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    batch, model = batches()[0], Plain().double()
+    held = [None if before is None else torch.full_like(p, before) for p in model.parameters()]
+    for p, gradient in zip(model.parameters(), held, strict=True):
+        p.grad = gradient
+    assert plan_tensor_parallel(model, step, 2).used_values
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), held, strict=True))
+
+
 def test_a_transform_is_named_in_the_plan() -> None:
     batch = batches()[0]
     plan = plan_tensor_parallel(Plain(Mapped).double(), lambda m: m.training_step(batch), 2)
