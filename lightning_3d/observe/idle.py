@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.observe.timeline import Lane, Timeline
 from lightning_3d.observe.trace import Span
-from lightning_3d.pipeline.schedule import placement, schedule_lists
+from lightning_3d.pipeline.action import Action, Kind
+from lightning_3d.pipeline.check import ScheduleError
+from lightning_3d.pipeline.schedule import forward_only, placement, schedule_lists, windows_per_rank
 from lightning_3d.pipeline.timing import formula_bubble, parts, simulate
 
-_PLAYED = "the schedule, played through with equal windows,"
+_WORDS = {"interleaved_1f1b": "(p-1)/(vm+p-1)", "zb_h1": "(p-1)(F+I-W)/(m(F+I+W)+(p-1)(F+I-W))"}
+"""The formulas that are not GPipe's."""
 
 
 @dataclass(frozen=True)
@@ -72,25 +76,26 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 def _formula(timeline: Timeline) -> tuple[float | None, str]:
-    """The idle share the schedule promises, and the formula; of `I` and `W` the measured lengths are used."""
+    """The idle share the schedule promises, with each kind of action's mean length, and the formula that says it."""
     try:
         layout = Layout.parse(timeline.layout)
     except LayoutError:
         return None, "no formula is known for this schedule"
-    name, p, m = layout.schedule, timeline.stages, timeline.microbatches
-    virtual = 2 if name == "zb_v" else layout.virtual
+    name, p, m, order = layout.schedule, timeline.stages, timeline.microbatches, layout.order
+    virtual = windows_per_rank(name, layout.virtual)
     if timeline.windows != p * virtual or layout.pp != p:
         return None, "no formula: the step walks through other windows than the schedule's"
+    owners = placement(name, p, virtual, order)
+    lists = schedule_lists(name, p, m, virtual, order)
+    if timeline.kinds == ["F"]:
+        lists = [forward_only(owners, m, rank) for rank in range(p)]
     lasts = mean_seconds(timeline)
-    split = (lasts.get("F", 0.0), lasts.get("I", 0.0), lasts.get("W", 0.0))
-    if name == "zb_v" or layout.order != "looped":
-        lists = schedule_lists(name, p, m, virtual, layout.order)
-        durations = parts(split[0], split[1], split[2]) if name == "zb_v" else parts(lasts["F"], lasts.get("B", 0), 0)
-        return simulate(lists, placement(name, p, virtual, layout.order), durations).bubble, _PLAYED
-    if name == "zb_h1":
-        formula = formula_bubble(name, p, m, split=split)
-        return max(0.0, formula), "(p-1)(F+I-W)/(m(F+I+W)+(p-1)(F+I-W))"
-    return formula_bubble(name, p, m, virtual), "(p-1)/(vm+p-1)" if virtual > 1 else "(p-1)/(m+p-1)"
+    forward, inputs, weights = (lasts.get(kind, 0.0) for kind in ("F", "I", "W"))
+    played = simulate(lists, owners, parts(forward, lasts.get("B", inputs), weights)).bubble
+    # a formula holds for some sizes and lengths only
+    if name != "zb_v" and abs(formula_bubble(name, p, m, virtual, (forward, inputs, weights)) - played) < 1e-9:
+        return played, _WORDS.get(name, "(p-1)/(m+p-1)")
+    return played, "the schedule, played through with equal windows,"
 
 
 def mean_seconds(timeline: Timeline) -> dict[str, float]:
@@ -110,34 +115,16 @@ def ideal(timeline: Timeline) -> Timeline:
     lanes = []
     for key in sorted({(lane.dp, lane.tp) for lane in timeline.lanes}):
         group = [lane for lane in timeline.lanes if (lane.dp, lane.tp) == key]
-        lanes += _replay(group, lasts, timeline.windows - 1)
+        lanes += _replay(group, timeline.windows, lasts)
     return replace(timeline, lanes=tuple(lanes), seconds=max(s.end for lane in lanes for s in lane.spans))
 
 
-def _replay(lanes: Sequence[Lane], lasts: dict[str, float], last: int) -> list[Lane]:
-    queues = {lane.rank: lane.work for lane in lanes}
-    done: dict[tuple[str, int, int], float] = {}
-    out: dict[int, list[Span]] = {lane.rank: [] for lane in lanes}
-    while any(queues.values()):
-        before = len(done)
-        for rank, queue in queues.items():
-            while queue and (ready := _ready(queue[0], done, last)) is not None:
-                span = queue.pop(0)
-                start = max(ready, out[rank][-1].end if out[rank] else 0.0)
-                out[rank].append(Span(span.kind, span.microbatch, span.stage, start, start + lasts[span.kind]))
-                done[span.kind, span.microbatch, span.stage] = out[rank][-1].end
-        if len(done) == before:
-            raise ConfigurationError("the recorded actions wait for each other: the trace is incomplete.")
-    return [Lane(lane.rank, lane.stage, lane.dp, lane.tp, tuple(out[lane.rank])) for lane in lanes]
-
-
-def _ready(span: Span, done: dict[tuple[str, int, int], float], last: int) -> float | None:
-    """When the input of an action is there; None: not yet known."""
-    if span.kind == "F":
-        return 0.0 if span.stage == 0 else done.get(("F", span.microbatch, span.stage - 1))
-    if span.kind == "W":
-        return done.get(("I", span.microbatch, span.stage))
-    if span.stage == last:
-        return done.get(("F", span.microbatch, span.stage))
-    behind = (done.get((kind, span.microbatch, span.stage + 1)) for kind in ("B", "I"))
-    return next((end for end in behind if end is not None), None)
+def _replay(lanes: Sequence[Lane], windows: int, lasts: Mapping[str, float]) -> list[Lane]:
+    lists = [[Action(cast(Kind, s.kind), s.microbatch, s.stage) for s in lane.work] for lane in lanes]
+    owners = [next((k for k, lane in enumerate(lanes) if w in lane.windows), -1) for w in range(windows)]
+    try:
+        timing = simulate(lists, owners, lambda kind, _: lasts[kind])
+    except ScheduleError as error:
+        raise ConfigurationError(f"the recorded actions are no whole step, the trace is incomplete: {error}") from error
+    spans = [tuple(Span(*t.action, t.start, t.end) for t in timing.of_rank(k)) for k in range(len(lanes))]
+    return [replace(lane, spans=mine) for lane, mine in zip(lanes, spans, strict=True)]

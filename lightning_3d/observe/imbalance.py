@@ -13,6 +13,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.observe.pieces import WindowPieces
 from lightning_3d.observe.trace import COMPUTE, RankTrace
 from lightning_3d.pipeline.partition import smallest_maximum
+from lightning_3d.pipeline.schedule import windows_per_rank
 
 UNBALANCED = 0.15
 """The slowest stage is this much longer than the mean: worth a suggestion."""
@@ -170,7 +171,7 @@ def _is_planned(layout: str, pieces: Sequence[WindowPieces]) -> bool:
         known = Layout.parse(layout)
     except LayoutError:
         return True  # a schedule of the user's own
-    return len(pieces) == known.pp * (2 if known.schedule == "zb_v" else known.virtual) and all(
+    return len(pieces) == known.pp * windows_per_rank(known.schedule, known.virtual) and all(
         window.pieces for window in pieces
     )
 

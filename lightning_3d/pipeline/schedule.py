@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
+from typing import get_args
 
 from lightning_3d.errors import ConfigurationError, near
+from lightning_3d.layout import SCHEDULES as NAMES
+from lightning_3d.layout import Order
 from lightning_3d.pipeline.action import Action, Kind, Lists
 from lightning_3d.pipeline.greedy import greedy_lists
 from lightning_3d.pipeline.interleaved import contiguous, looped
@@ -32,14 +35,13 @@ __all__ = [
     "one_forward_one_backward",
     "placement",
     "schedule_lists",
-    "schedule_named",
     "splits_backward",
+    "windows_per_rank",
 ]
 
 Schedule = Callable[[int, int, int], list[Action]]
 
-NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
-ORDERS = ("looped", "contiguous")
+ORDERS: tuple[str, ...] = get_args(Order)
 _SPELLINGS = {"zero_bubble": "zb_h1"}
 
 
@@ -80,6 +82,11 @@ def canonical_name(name: str) -> str:
 def splits_backward(name: str) -> bool:
     """Whether this schedule runs `I` and `W` instead of `B`."""
     return canonical_name(name).startswith("zb_")
+
+
+def windows_per_rank(name: str, virtual: int) -> int:
+    """`virtual`, but for `zb_v`: it always has two, also where a layout leaves `virtual` at 1."""
+    return 2 if name == "zb_v" else virtual
 
 
 def placement(name: str, stages: int, virtual: int = 1, order: str = "looped") -> tuple[int, ...]:
@@ -209,19 +216,6 @@ def forward_only(owners: Sequence[int], microbatches: int, rank: int) -> list[Ac
     """
     mine = [Action("F", i, w) for i in range(microbatches) for w, owner in enumerate(owners) if owner == rank]
     return sorted(mine, key=lambda action: (action.microbatch + action.stage, action.stage))
-
-
-def schedule_named(name: str) -> Schedule:
-    """The schedule with one window per rank and whole backwards that has this name.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
-    if name not in SCHEDULES:
-        raise ConfigurationError(
-            f"pipeline_schedule is {name!r}; this version has {', '.join(SCHEDULES)}." + near(name, SCHEDULES)
-        )
-    return SCHEDULES[name]
 
 
 def _some(microbatches: int) -> None:

@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_3d.observe import RankTrace, Span, StepTrace
 from lightning_3d.pipeline.schedule import placement, schedule_lists
 from lightning_3d.pipeline.timing import parts, simulate
 
 
-def order(p: int, m: int, stage: int, schedule: str) -> list[tuple[str, int]]:
-    """The actions of one stage."""
-    warm_up = m if schedule == "gpipe" else min(m, p - 1 - stage)
-    actions = [("F", i) for i in range(warm_up)]
-    for i in range(m - warm_up):
-        actions += [("F", warm_up + i), ("B", i)]
-    return actions + [("B", i) for i in range(m - warm_up, m)]
-
-
-def traces(
-    p: int,
-    m: int,
-    *,
-    schedule: str = "1f1b",
-    forward: float = 1.0,
-    backward: float = 2.0,
-    dp: int = 1,
-    zero: float = 50.0,
-) -> list[RankTrace]:
-    """Every rank's trace of step 3, with fixed lengths of all actions, starting at time `zero`."""
-    seconds = {"F": forward, "B": backward}
-    queues = {s: order(p, m, s, schedule) for s in range(p)}
-    free = dict.fromkeys(range(p), 0.0)
-    done: dict[tuple[str, int, int], float] = {}
-    spans: dict[int, list[Span]] = {s: [] for s in range(p)}
-    while any(queues.values()):
-        for s in range(p):
-            while queues[s]:
-                kind, i = queues[s][0]
-                need = ("F", i, s - 1) if kind == "F" else ("B", i, s + 1) if s < p - 1 else ("F", i, s)
-                if not (kind == "F" and s == 0) and need not in done:
-                    break
-                start = max(free[s], done.get(need, 0.0))
-                free[s] = done[kind, i, s] = start + seconds[kind]
-                spans[s].append(Span(kind, i, s, zero + start, zero + free[s]))
-                queues[s].pop(0)
+def traces(p: int, m: int, *, schedule: str = "1f1b", dp: int = 1) -> list[RankTrace]:
+    """Every rank's trace of step 3; a forward takes 1 s, a backward 2 s."""
     return [
-        RankTrace(d * p + s, s, d, 0, f"pp{p}-{schedule}", [StepTrace(3, "train", list(spans[s]))])
+        replace(trace, rank=d * p + trace.rank, dp=d, steps=[StepTrace(3, spans=list(trace.steps[0].spans))])
         for d in range(dp)
-        for s in range(p)
+        for trace in played(schedule, p, m)
     ]
 
 

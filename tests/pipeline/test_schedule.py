@@ -20,7 +20,6 @@ from lightning_3d.pipeline.schedule import (
     forward_only,
     placement,
     schedule_lists,
-    schedule_named,
     splits_backward,
 )
 
@@ -323,5 +322,3 @@ def test_what_does_not_fit_is_refused() -> None:
     for owners in ([], [0, 2], [-1, 0]):
         with pytest.raises(ConfigurationError, match="at least one window, all on ranks 0 to 1"):
             chain_lists(owners, 2, 2)
-    with pytest.raises(ConfigurationError, match="'gpipe'"):
-        schedule_named("gpip")
