@@ -42,6 +42,8 @@ class PipelineTimelineBase:
         text: Print the timeline in characters.
         keep: Recorded steps to keep; older ones are forgotten.
 
+    With `ThreeDStrategy(record_timeline=True)` that recorder is used, which keeps every batch, of them the last 64.
+
     Raises:
         ConfigurationError: A number below 1, an unknown picture, or another strategy than `ThreeDStrategy`.
     """
@@ -166,13 +168,14 @@ class PipelineTimelineBase:
         assert self._recorder is not None
         step = self._recorder.last()
         work = sorted((s for s in step.spans if s.kind in COMPUTE), key=lambda s: s.start) if step else []
-        if not work:
-            return
-        mine = torch.tensor([work[0].start, max(s.end for s in work), covered(work)], dtype=torch.float64)
+        # a stage that owns nothing takes part, too: the exchange needs every rank
+        start = work[0].start if work else float("inf")
+        mine = torch.tensor([start, max((s.end for s in work), default=-start), covered(work)], dtype=torch.float64)
         ranks = torch.stack(trainer.strategy.mesh.replica_control.all_gather(mine))
         length = ranks[:, 1].max() - ranks[:, 0].min()
-        idle = 1 - ranks[:, 2].mean() / length if length > 0 else torch.zeros(())
-        self.log("pipeline/bubble", float(idle), on_step=True, on_epoch=False)  # type: ignore[attr-defined]
+        if length > 0:
+            idle = float(1 - ranks[:, 2].mean() / length)
+            self.log("pipeline/bubble", idle, on_step=True, on_epoch=False)  # type: ignore[attr-defined]
 
     def _write(self, trainer: Any, say: bool) -> None:
         """Every rank its trace, rank 0 the pictures."""
@@ -182,7 +185,7 @@ class PipelineTimelineBase:
         if trainer.is_global_zero:
             try:
                 self._draw(trainer.strategy.mesh.layout.world_size, say)
-            except ConfigurationError as error:
+            except ConfigurationError as error:  # what was trained is worth more than its picture
                 rank_zero_warn(f"PipelineTimeline: {error}")
 
     def _draw(self, world_size: int, say: bool) -> None:

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_3d import PipelineTimeline
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.observe import balance, bubble, load_traces, timeline_of
+from lightning_3d.observe import TraceRecorder, balance, bubble, load_traces, timeline_of
 from lightning_3d.suitability import GRADIENT_HOOKS, ZERO_GRAD_HOOKS
 from lightning_3d.testing import preload, run_distributed
 from tests.observe import timelines
@@ -56,6 +58,22 @@ def test_one_stage_of_the_other_package(tmp_path: Path) -> None:
     assert all(a.seconds > 0 for s in trace.steps for a in s.spans)
     assert (tmp_path / "own" / "pipeline.svg").is_file()
     assert not (tmp_path / "own" / "pipeline.png").exists()
+
+
+def test_a_stage_that_runs_nothing_takes_part_in_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, logged, others = PipelineTimeline(log=True), [], [torch.tensor([0.0, 4.0, 3.0], dtype=torch.float64)]
+    log = lambda name, value, **_: logged.append((name, value))  # noqa: E731
+    monkeypatch.setattr(callback, "log", log, raising=False)  # the Trainer gives callbacks theirs
+    control = SimpleNamespace(all_gather=lambda mine: [mine, *others])
+    trainer = SimpleNamespace(strategy=SimpleNamespace(mesh=SimpleNamespace(replica_control=control)))
+    callback._recorder = TraceRecorder()
+    callback._recorder.begin_step(0)
+    callback._recorder.end_step()
+    callback._log(trainer)
+    assert logged == [("pipeline/bubble", 1 - (3 / 2) / 4)]
+    others.clear()
+    callback._log(trainer)
+    assert len(logged) == 1, "nobody has run anything"
 
 
 def test_another_strategy_and_wrong_numbers_are_refused() -> None:

@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_3d.observe import failure
 from lightning_3d.observe.alive import Neighbours, _machine
 from lightning_3d.testing import DistributedError, preload, run_distributed
 from tests.observe import failures
@@ -38,6 +40,24 @@ def test_all_end_within_ten_seconds_and_the_first_error_is_the_true_one(kind: st
     errors = ERROR.findall(printed)
     assert errors, printed
     assert re.search(TRUE.get(kind, f"the true error, in the {kind}"), errors[0]), printed
+
+
+def test_the_end_of_the_process_that_hosts_the_store_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore("127.0.0.1", host.port, None, is_master=False)
+    ended = threading.Event()
+    monkeypatch.setattr(failure.os, "_exit", lambda code: ended.set())
+    watch = failure.FailureWatch(store, 1, "stage 0", 1, interval=0.05, grace=0.05)
+    watch.start()
+    assert not ended.wait(0.3)
+    del host
+    assert ended.wait(20)
+    assert "ending rank 1 (stage 0) because the process that hosts the run's key-value store" in capsys.readouterr().err
+    watch.report(ValueError("mine"))
+    assert "could not tell the other ranks" in capsys.readouterr().err
+    watch.stop()
 
 
 def test_how_a_child_ended_is_told_and_one_that_was_done_may_go() -> None:
