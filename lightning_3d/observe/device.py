@@ -1,6 +1,7 @@
 """WHEN does the device get there?  Events in its stream, since the host only queues work and runs ahead.
 
-Nothing here synchronises but `DeviceClock.begin`, once per recorded step.
+Only recorded steps wait for the device: at their beginning (`DeviceClock.begin`), and if their marks are read before it
+has passed them (`DeviceClock.seconds`).
 """
 
 from __future__ import annotations

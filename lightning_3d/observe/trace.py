@@ -142,8 +142,6 @@ class TraceRecorder:
         tp: The rank's tensor-parallel coordinate.
         layout: The layout, for titles.
         capacity: Steps to keep; older ones are forgotten.
-        synchronize: Called before each reading of the clock in `span`, e.g. `torch.cuda.synchronize`. It makes times
-            on an accelerator exact and the run slower.
         clock: Gives the marks on an accelerator; it waits for the device once per recorded step.
         wanted: Which steps to record, by number; None: all.
 
@@ -160,7 +158,6 @@ class TraceRecorder:
         tp: int = 0,
         layout: str = "",
         capacity: int = 64,
-        synchronize: Callable[[], None] | None = None,
         clock: DeviceClock | None = None,
         wanted: Callable[[int], bool] | None = None,
     ) -> None:
@@ -172,7 +169,7 @@ class TraceRecorder:
         self.wanted = wanted
         self._open: StepTrace | None = None
         self._opened = False
-        self._clock, self._synchronize = clock, synchronize
+        self._clock = clock
         self._unread: list[tuple[StepTrace, str, int, int, Any, Any, Any]] = []
         # monotonic never jumps and is one clock on a machine; wall-clock time is the common zero of several
         self._zero = time.time() - time.monotonic()
@@ -230,11 +227,11 @@ class TraceRecorder:
     @contextmanager
     def span(self, kind: str, microbatch: int = -1, stage: int | None = None) -> Iterator[None]:
         """Record what happens inside as one action, also when it raises."""
-        start = self._read()
+        start = self.mark()
         try:
             yield
         finally:
-            self.record(kind, microbatch, self.stage if stage is None else stage, start, self._read())
+            self.add(kind, microbatch, self.stage if stage is None else stage, start, self.mark())
 
     def trace(self) -> RankTrace:
         """What is kept so far."""
@@ -251,11 +248,6 @@ class TraceRecorder:
         for step, kind, microbatch, stage, start, end, zero in unread:
             begin, stop = (DeviceClock.seconds(mark, zero) + self._zero for mark in (start, end))
             step.spans.append(Span(kind, microbatch, stage, begin, stop))
-
-    def _read(self) -> float:
-        if self._synchronize is not None:
-            self._synchronize()
-        return self.now()
 
 
 def trace_path(folder: str | Path, rank: int) -> Path:
