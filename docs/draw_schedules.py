@@ -9,6 +9,7 @@ writes docs/pictures/schedules.png and schedule_memory.svg, and everything in th
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,12 +130,10 @@ def formula_text() -> str:
 
 def file_text() -> str:
     """A schedule as a file."""
-    path = FOLDER / ".own.txt"
-    try:
-        text = save_schedule(path, schedule_lists("zb_h1", 2, 4)).read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_schedule(Path(folder) / "own.txt", schedule_lists("zb_h1", 2, 4))
         load_schedule(path)
-    finally:
-        path.unlink(missing_ok=True)
+        text = path.read_text()
     return f"```\n{text}```"
 
 

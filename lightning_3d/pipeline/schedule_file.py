@@ -185,8 +185,7 @@ def _sizes(path: Path, entries: Sequence[_Entry], lists: Lists) -> tuple[int, in
     last, at = max(named, key=lambda pair: pair[0].microbatch)
     last_window, at_window = max(named, key=lambda pair: pair[0].stage)
     microbatches, windows = last.microbatch + 1, last_window.stage + 1
-    if 2 * microbatches * windows > 2 * len(named):
-        # so much is missing that some number is a slip of the pen
+    if microbatches * windows > len(named):  # more than half is missing: some number is a slip of the pen
         word = at if microbatches > windows else at_window
         raise _fault(
             path, word,
