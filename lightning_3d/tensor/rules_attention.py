@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.collectives import copy_in, slice_overlapping
-from lightning_3d.tensor.operands import localize, take
+from lightning_3d.tensor.operands import localize, no_copies, take
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import Args, Kwargs, bind, register_rule
 from lightning_3d.tensor.rules_random import rank_stream
@@ -40,6 +40,8 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
             raise NoRule("attention mask cut differently from the query")
         given["attn_mask"] = localize(mask, from_right, cut, group)
     p = given.get("dropout_p", 0.0)
+    if p:
+        no_copies(cut, "other masks on")
     if p and group.exact_dropout:
         return _explicit(query, key, value, mask, given)
     given.update(query=query.local, key=key, value=value)
@@ -61,6 +63,8 @@ def _key_value(x: Tensor, query: ShardedTensor, from_right: int, gqa: bool) -> T
         repeats = heads // count
         if x.placement.copies > 1 and cut.copies == 1:
             return _own_heads(x, query, from_right, gqa)
+        if x.placement.copies != cut.copies:
+            raise NoRule("query heads and key/value heads are held by different numbers of ranks", kind="layout")
         dealt_alike = tuple(n * repeats for n in x.placement.segments) == cut.segments
         if not dealt_alike or (repeats != 1 and not (gqa and from_right == -3)):
             hints = [x.placement.segments, cut.segments]
@@ -70,8 +74,8 @@ def _key_value(x: Tensor, query: ShardedTensor, from_right: int, gqa: bool) -> T
         return take(x, cut.at(x.ndim + from_right), group)
     if gqa and from_right == -3 and len(cut.segments) == 1:
         # fewer key/value heads than ranks (or not divisible): each rank takes those its query heads use
-        repeats, mine = heads // count, query.local.shape[from_right]
-        first, last = group.rank * mine // repeats, -(-(group.rank + 1) * mine // repeats)
+        repeats, mine, chunk = heads // count, query.local.shape[from_right], group.rank // cut.copies
+        first, last = chunk * mine // repeats, -(-(chunk + 1) * mine // repeats)
         if repeats % mine and mine % repeats:
             raise NoRule("groups of key/value heads straddle ranks")
         group.conversions += 1

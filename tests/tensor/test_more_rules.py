@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor import Placement, ShardedTensor, TensorGroup, ThreadCommunicator, run_simulated
+from lightning_3d.tensor import Placement, ShardedTensor, TensorGroup, ThreadCommunicator, run_simulated, whole
+from lightning_3d.testing import relative_error
 from tests.tensor.helpers import compare
 
 GATHERS = "ignore:.*no tensor-parallel form"
@@ -141,3 +142,25 @@ def test_a_padded_dim_of_size_one_is_not_broadcast() -> None:
     one = Placement(1, (1,), padding=1)
     with pytest.warns(UserWarning, match="would be broadcast"):
         compare(lambda gate, x: gate.sigmoid() * x, [draw(5, 1), draw(5, 6)], [one, None], 2)
+
+
+@pytest.mark.filterwarnings(GATHERS)
+@pytest.mark.parametrize(("key_heads", "cut_keys"), [(4, True), (4, False), (2, False), (1, False)])
+def test_queries_that_ranks_share(key_heads: int, cut_keys: bool) -> None:
+    """Query heads held by two ranks each; keys held by one each, or whole on all."""
+    q, k, v = draw(2, 4, 5, 8), draw(2, key_heads, 5, 8, seed=1), draw(2, key_heads, 5, 8, seed=2)
+    gqa = key_heads < 4
+    want = F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+    shared, own = Placement(1, (4,), copies=2), Placement(1, (4,))
+
+    def body(comm: ThreadCommunicator) -> tuple[Tensor, bool]:
+        group = TensorGroup(comm)
+        query = ShardedTensor(shared.to_local(q, comm.rank, 4), shared, group)
+        keys = [ShardedTensor(own.to_local(x, comm.rank, 4), own, group) if cut_keys else x for x in (k, v)]
+        out = F.scaled_dot_product_attention(query, *keys, enable_gqa=gqa)
+        dropped = F.scaled_dot_product_attention(query, *keys, dropout_p=0.5, enable_gqa=gqa)
+        return whole(out) if isinstance(out, ShardedTensor) else out, isinstance(dropped, ShardedTensor)
+
+    for got, own_masks in run_simulated(4, body):
+        assert relative_error(got, want) < 1e-12
+        assert not own_masks, "ranks that hold the same heads would draw different masks"
