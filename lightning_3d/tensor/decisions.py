@@ -112,7 +112,7 @@ class TensorPlan:
         dealt = {_around(name) for name in self.dealt}
         told: dict[str, str] = {}
         for name, decision in self.decisions.items():
-            attention = self.patterns.get(name, name).rpartition(".")[0].rpartition(".")[0]
+            attention = _around(self.patterns.get(name, name))
             if decision.heads is None or decision.placement is not None or _around(name) in dealt:
                 continue
             advice = f" Choose a size that divides {decision.heads} to cut it." if decision.heads > 1 else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ _verdicts: dict[Any, bool] = {}
 _SCALES = ((1.0, 1.0), (1e-6, 1.0), (1e6, 1.0), (1.0, 1e-6), (1.0, 1e6), (30.0, 30.0))
 """Magnitudes of the values and of the gradients to try."""
 _LARGEST = 2**22
+"""Elements of the largest tensor a Function that reads sizes is tried on."""
 _SIZES = frozenset(words("numel nelement size shape dim ndim ndimension len nbytes stride __len__ itemsize"))
 _APART = frozenset(
     words(
@@ -50,8 +52,6 @@ def function_guard(proceed: Callable[..., Any], function: type, args: Args, kwar
     if not any(is_sharded(a) for a in (*args, *kwargs.values())):
         return proceed(*args, **kwargs)
     proceed.__name__ = function.__name__
-    # its results are its own: autograd refuses to write into them if they are views, and module hooks look for its node
-    proceed.lends = False  # type: ignore[attr-defined]
     try:
         if function in OWN_RULES:
             return OWN_RULES[function](proceed, args, kwargs)
@@ -61,7 +61,7 @@ def function_guard(proceed: Callable[..., Any], function: type, args: Args, kwar
             return derive(proceed(x.local, *args[1:]), x.placement, x)
         raise NoRule("a custom autograd.Function that is not proved to act on each element alone")
     except NoRule as reason:
-        return fall_back(proceed, args, kwargs, reason)
+        return fall_back(proceed, args, kwargs, reason, lambda a, k: function_guard(proceed, function, a, k))
 
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
@@ -100,16 +100,17 @@ def is_pointwise(function: type, rest: Args, device: torch.device | None = None,
 def _reads_sizes(function: Any) -> bool:
     """Its code, or that of functions it names, asks for numbers of elements."""
     todo: list[Any] = [function.forward, function.backward, getattr(function, "setup_context", None)]
-    seen: set[int] = set()
+    seen: set[types.CodeType] = set()
     while todo:
-        one = inspect.unwrap(todo.pop()) if todo[-1] is not None else todo.pop()
-        code = getattr(one, "__code__", None)
-        if code is None or id(code) in seen or is_library(one):
+        one = todo.pop()
+        if isinstance(one, types.FunctionType):
+            one = inspect.unwrap(one)
+        if not isinstance(one, types.FunctionType) or one.__code__ in seen or is_library(one):
             continue
-        seen.add(id(code))
-        if _SIZES.intersection(names_of(code)):
+        seen.add(one.__code__)
+        if _SIZES.intersection(names_of(one.__code__)):
             return True
-        todo += [space[name] for space, name in globals_of(code, one.__globals__)]
+        todo += [space[name] for space, name in globals_of(one.__code__, one.__globals__)]
     return False
 
 
@@ -124,6 +125,8 @@ def _experiment(function: type, rest: Args, device: torch.device, cut: Cut | Non
                 if not _commutes_with_picking(function, rest, device, dtype):
                     return False
                 return cut is None or _commutes_with_cutting(function, rest, device, dtype, cut)
+            except _Mixes:
+                return False
             except Exception:  # it may not exist in this precision, or need something else than such a tensor
                 continue
     return False

@@ -22,7 +22,8 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup, as_group
 from lightning_3d.tensor.operands import along_sequence, partial_to_whole, sequence_to_whole
 from lightning_3d.tensor.placement import Placement
-from lightning_3d.tensor.sharded import ShardedTensor, hook_on_whole, is_sharded, whole
+from lightning_3d.tensor.rules_autograd import hook_on_whole
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, whole
 
 Cuts = dict[str, tuple[Placement, frozenset[str]]]
 """Parameter of a module -> (how it is cut, its full name as source)."""

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.operands import derive
-from lightning_3d.tensor.placement import NoRule
+from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
-from lightning_3d.tensor.sharded import hook_on_whole, is_sharded, local
+from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, local
+
+
+def hook_on_whole(
+    hook: Callable[[Tensor], Any], cut: Placement, group: TensorGroup, sources: frozenset[str]
+) -> Callable[[Tensor], Tensor | None]:
+    """A gradient hook of a shard that lets `hook` see the gradient of the whole tensor, cut as the tensor is."""
+
+    def on_local(grad: Tensor) -> Tensor | None:
+        total = group.sum_copies(grad, cut.copies) if cut.copies > 1 else grad
+        changed = hook(ShardedTensor(total, cut, group, sources))
+        if changed is None:
+            return None
+        shard = local(changed) if is_sharded(changed) else cut.to_local(changed, group.rank, group.size)
+        return shard / cut.copies if cut.copies > 1 else shard
+
+    return on_local
 
 
 @first("register_hook")

@@ -7,9 +7,6 @@ wrong data cannot be read silently. An operation without a rule gathers its oper
 
 from __future__ import annotations
 
-import functools
-import inspect
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_3d.probe.intercept import original_apply
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup
+from lightning_3d.tensor.in_place import is_in_place
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, Rule, cached_handlers, words
 from lightning_3d.tensor.resolve import resolve
@@ -126,14 +124,14 @@ class ShardedTensor(torch.Tensor):
             shard = value.local if value.placement.like(self.placement) else self._part_of(whole(value))
         elif tuple(value.shape) == tuple(self._global_shape):
             shard = self._part_of(value)
-        elif tuple(value.shape) == tuple(self.local.shape):
-            shard = value
         else:
+            shard = value
+        if shard.shape != self.local.shape or shard.dtype != self.dtype:
             name = ", ".join(sorted(self.sources)) or "a cut tensor"
             raise ValueError(
-                f"{name}.data is set to a tensor of shape {tuple(value.shape)}; it has the global shape "
-                f"{tuple(self._global_shape)}, of which this rank holds {tuple(self.local.shape)}. Give it a value of "
-                "one of these shapes: a cut parameter keeps its shape while it is trained."
+                f"{name}.data is set to a {value.dtype} tensor of shape {tuple(value.shape)}; it has the global shape "
+                f"{tuple(self._global_shape)}, of which this rank holds {tuple(self.local.shape)}, in {self.dtype}. "
+                "Give it a value of one of these shapes: a cut parameter keeps its shape and dtype while it is trained."
             )
         with torch.no_grad():
             self._leaf.data.copy_(shard.detach())
@@ -186,13 +184,22 @@ def call(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return fall_back(func, args, kwargs, reason)
 
 
-def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
-    """No sharded form: refute the plan while planning; otherwise gather the operands and run the global operation."""
+def fall_back(
+    func: Any, args: Args, kwargs: Kwargs, reason: NoRule, again: Callable[[Args, Kwargs], Any] | None = None
+) -> Any:
+    """No sharded form: refute the plan while planning; otherwise gather the operands and run the global operation.
+
+    Args:
+        func: The operation.
+        args, kwargs: Its arguments.
+        reason: Why it has none.
+        again: Of a custom Function: calls it on other arguments.
+    """
     operands = [x for x in tree_leaves((args, kwargs)) if type(x) is ShardedTensor]
     if not reason.fatal and len({x.placement.axis for x in operands}) > 1:
         # activations cut along the sequence meet others: first gather only those
         args, kwargs = tree_map_only(ShardedTensor, _whole_sequence, (tuple(args), kwargs))
-        return call(func, args, kwargs)
+        return call(func, args, kwargs) if again is None else again(args, kwargs)
     group, sources = operands[0].group, merged_sources(operands)
     name = operation_name(func)
     if group.on_gather is not None:
@@ -212,7 +219,7 @@ def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
         f"{name} has no tensor-parallel form here ({reason}): activations of shape {shapes} are gathered, which is "
         f"right but slow. They come from {made_by}.",
     )
-    given = (args, kwargs)
+    in_place = is_in_place(func, name, args, kwargs)
     target = args[0] if args else kwargs.get("input")
     args, kwargs = tree_map_only(ShardedTensor, whole, (tuple(args), kwargs))
     out = func(*args, **kwargs)
@@ -220,8 +227,8 @@ def fall_back(func: Any, args: Args, kwargs: Kwargs, reason: NoRule) -> Any:
         for cut, changed in zip(target or (), args[0], strict=True):
             _write_back(cut, changed)
         return None
-    if type(target) is not ShardedTensor or not (_is_in_place(name) or _asked_in_place(func, given)):
-        return _lent(out, args, kwargs, operands) if getattr(func, "lends", True) else out
+    if type(target) is not ShardedTensor or not in_place:
+        return _lent(out, args, kwargs, operands, again is not None)
     _write_back(target, args[0] if args else kwargs["input"])
     return None if name == "__setitem__" else target
 
@@ -238,13 +245,6 @@ def operation_name(func: Any) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
 
-def _is_in_place(name: str) -> bool:
-    """`add_`, `__iadd__`, `__setitem__`."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_") and not name.startswith("_")
-
-
 class WholeCopyOfACutTensor(torch.autograd.Function):
     """Its output is a part of a gathered copy. Autograd refuses to write into it: the shards would not see that."""
 
@@ -257,10 +257,12 @@ class WholeCopyOfACutTensor(torch.autograd.Function):
         return grad
 
 
-def _lent(out: Any, args: Args, kwargs: Kwargs, operands: list[ShardedTensor]) -> Any:
+def _lent(out: Any, args: Args, kwargs: Kwargs, operands: list[ShardedTensor], of_function: bool) -> Any:
     """What an operation gives of gathered operands: if it is a view of one, a write into it would be lost.
 
-    While planning the write is noticed and the layer stays whole; with a plan that the user forced it is an error.
+    While planning the write is noticed and the layer stays whole; with a plan that the user forced it is an error. The
+    views a custom Function gives are left as they are: autograd refuses the write itself, and module hooks look for the
+    Function's node.
     """
     homes = {storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
     group = operands[0].group
@@ -271,7 +273,8 @@ def _lent(out: Any, args: Args, kwargs: Kwargs, operands: list[ShardedTensor]) -
         if group.on_gather is not None:
             group.lent[storage_of(x)] = x, merged_sources(operands)
             return x
-        return original_apply(WholeCopyOfACutTensor, x) if x.requires_grad and torch.is_grad_enabled() else x
+        watched = x.requires_grad and torch.is_grad_enabled() and not of_function
+        return original_apply(WholeCopyOfACutTensor, x) if watched else x
 
     return tree_map_only(Tensor, part, out)
 
@@ -285,26 +288,9 @@ def storage_of(x: Tensor) -> int:
 def write_into_lent(name: str, args: Args, kwargs: Kwargs, func: Any, group: TensorGroup) -> frozenset[str]:
     """Planning only: whose gathered copy this operation changes in place; empty for none."""
     target = args[0] if args else kwargs.get("input")
-    if not group.lent or not isinstance(target, Tensor):
-        return NO_SOURCES
-    if not (_is_in_place(name) or _asked_in_place(func, (args, kwargs))):
+    if not group.lent or not isinstance(target, Tensor) or not is_in_place(func, name, args, kwargs):
         return NO_SOURCES
     return group.lent.get(storage_of(target), (None, NO_SOURCES))[1]
-
-
-def _asked_in_place(func: Any, given: tuple[Args, Kwargs]) -> bool:
-    """`F.dropout2d(x, 0.5, inplace=True)`."""
-    args, kwargs = given
-    if "inplace" in kwargs:
-        return bool(kwargs["inplace"])
-    position = _place_of_inplace(func)
-    return position is not None and len(args) > position and bool(args[position])
-
-
-@functools.cache
-def _place_of_inplace(func: Any) -> int | None:
-    names = list(inspect.signature(func).parameters) if isinstance(func, types.FunctionType) else []
-    return names.index("inplace") if "inplace" in names else None
 
 
 def _whole_sequence(x: ShardedTensor) -> Tensor:
@@ -330,22 +316,6 @@ def placement(x: Any) -> Placement | None:
 def wrap(local: Tensor, placement: Placement, group: TensorGroup, sources: Iterable[str] = NO_SOURCES) -> ShardedTensor:
     """Show a shard as the global tensor."""
     return ShardedTensor(local, placement, group, frozenset(sources))
-
-
-def hook_on_whole(
-    hook: Callable[[Tensor], Any], cut: Placement, group: TensorGroup, sources: frozenset[str]
-) -> Callable[[Tensor], Tensor | None]:
-    """A gradient hook of a shard that lets `hook` see the gradient of the whole tensor, cut as the tensor is."""
-
-    def on_local(grad: Tensor) -> Tensor | None:
-        total = group.sum_copies(grad, cut.copies) if cut.copies > 1 else grad
-        changed = hook(ShardedTensor(total, cut, group, sources))
-        if changed is None:
-            return None
-        shard = local(changed) if is_sharded(changed) else cut.to_local(changed, group.rank, group.size)
-        return shard / cut.copies if cut.copies > 1 else shard
-
-    return on_local
 
 
 def map_local(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

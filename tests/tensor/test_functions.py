@@ -177,6 +177,22 @@ def test_other_functions_gather(function: Any) -> None:
         compare(function, [X], [CUT], 2)
 
 
+def test_a_function_named_like_an_operation_gathers_both_axes() -> None:
+    """Broken before: of an activation cut along the sequence and another it was taken for that operation."""
+
+    class add(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return x + y.sum(-1, keepdim=True)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad, grad.sum(-1, keepdim=True).expand_as(grad)
+
+    with pytest.warns(UserWarning, match="not proved to act on each element alone"):
+        compare(add.apply, [X, X * 2], [Placement(0, (4,), axis="sequence"), CUT], 2)
+
+
 def test_a_rule_for_a_function() -> None:
     @register_rule(Product)
     def rule(func: Any, args: Any, kwargs: Any) -> Any:

@@ -55,6 +55,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda h: h.detach(),
     "alias": lambda h: h[:],
 }
+REFUSED = {
+    *("chunk", "split", "chunk features", "unbind"),  # by torch: views of a function with several results
+    *("features", "heads", "diagonal"),  # they are gathered
+}
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "mul_": lambda v: v.mul_(0.5),
     "add_": lambda v: v.add_(1.0),
@@ -95,7 +99,7 @@ def test_what_shares_the_storage_sees_it(view: str) -> None:
     """Broken before: dropout in place on a view made another tensor, and the activation stayed as it was."""
     torch.manual_seed(0)
     x = torch.randn(3, 5, 16).double()
-    wrong = []
+    wrong, right = [], 0
     for (name, write), cut in itertools.product(WRITES.items(), (Placement(2, (16,)), Placement(2, (8, 8)))):
 
         def body(x: Tensor, write: Callable[[Tensor], Any] = write) -> Tensor:
@@ -109,11 +113,13 @@ def test_what_shares_the_storage_sees_it(view: str) -> None:
             continue
         try:
             compare(body, [x], [cut], 2)
-        except (Exception, AssertionError) as error:
+            right += 1
+        except Exception as error:
             if "inside a custom Function" in str(error):
                 continue  # the view had to be gathered: what is written into it would be lost, so autograd refuses it
             wrong.append(f"{name} on {cut.segments}: {type(error).__name__} {str(error)[:200]}")
     assert not wrong
+    assert (right == 0) == (view in REFUSED)
 
 
 class Dropping(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -100,8 +101,6 @@ def build(kind: str) -> pl.LightningModule:
 def test_ranks_draw_what_one_process_draws(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken before: the proof drew on rank zero only, so the ranks took other samples or waited for each other."""
     monkeypatch.setenv("LIGHTNING_3D_CACHE", str(tmp_path))  # no proof is remembered
-    import functools
-
     found = compare({kind: (functools.partial(build, kind), batches) for kind in KINDS})
     for kind, result in found.items():
         assert "error" not in result, (kind, result["error"])

@@ -207,7 +207,7 @@ def test_a_transform_is_named_in_the_plan() -> None:
     assert "torch.func transform" in plan.decisions["net.0.up.weight"].reason
 
 
-def test_assigning_another_shape_names_the_parameter() -> None:
+def test_assigning_another_shape_or_dtype_names_the_parameter() -> None:
     torch.manual_seed(0)
     batch = batches()[0]
 
@@ -217,8 +217,12 @@ def test_assigning_another_shape_names_the_parameter() -> None:
         up: Any = model.net[0].up  # type: ignore[union-attr]
         up.weight.data = torch.zeros(16, 8).double()  # the shard
         assert not up.weight.local.any()
-        with pytest.raises(ValueError, match=r"net.0.up.weight.data is set to a tensor of shape \(5, 5\)"):
-            up.weight.data = torch.zeros(5, 5)
+        with pytest.raises(
+            ValueError, match=r"net.0.up.weight.data is set to a torch.float64 tensor of shape \(5, 5\)"
+        ):
+            up.weight.data = torch.zeros(5, 5).double()
+        with pytest.raises(ValueError, match=r"in torch\.float64"):
+            up.weight.data = torch.zeros(32, 8).half()
 
     run_simulated(2, body)
 

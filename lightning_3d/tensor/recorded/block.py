@@ -16,7 +16,7 @@ from lightning_3d.tensor.recorded.compiled import warn_uncompiled
 from lightning_3d.tensor.recorded.guards import device_of
 from lightning_3d.tensor.recorded.recorder import current
 from lightning_3d.tensor.recorded.replay import hidden_from_checkpoints
-from lightning_3d.tensor.recorded.signature import DEFAULT_DTYPE, Key, digest, rewrapped, signature
+from lightning_3d.tensor.recorded.signature import Key, digest, rewrapped, signature, without_default_dtype
 from lightning_3d.tensor.recorded.tape import Refused
 
 MAX_PROGRAMS = 8
@@ -82,12 +82,8 @@ class RecordedBlock:
         """
         found = self._programs.get(key, ())
         if not found and torch._C._current_graph_task_id() != -1:
-            dtype = key[DEFAULT_DTYPE]
-            others = (
-                other for other in (torch.float64, torch.float32, torch.bfloat16, torch.float16) if other != dtype
-            )
-            keys = ((*key[:DEFAULT_DTYPE], other, *key[DEFAULT_DTYPE + 1 :]) for other in others)
-            return next((self._programs[k] for k in keys if k in self._programs), ())
+            alike = without_default_dtype(key)
+            return next((p for other, p in self._programs.items() if without_default_dtype(other) == alike), ())
         return found
 
     def _by_rules(self, key: Key, args: Any, kwargs: Any) -> Any:

@@ -13,8 +13,6 @@ from lightning_3d.tensor.recorded.tape import Refused
 from lightning_3d.tensor.sharded import ShardedTensor
 
 Key = tuple[Any, ...]
-DEFAULT_DTYPE = 3
-"""Where the default dtype stands in a key."""
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
@@ -64,10 +62,10 @@ def signature(
         Refused: See `flatten`.
     """
     key: list[Any] = [
+        torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
         torch._C._get_deterministic_algorithms(),
         group.sequence_dim,
         group.exact_dropout,
@@ -78,6 +76,11 @@ def signature(
         if len(set(ids)) != len(ids):  # one tensor twice
             key.append(tuple(map(ids.index, ids)))
     return tuple(key)
+
+
+def without_default_dtype(key: Key) -> Key:
+    """The rest of a key."""
+    return key[1:]
 
 
 def digest(key: Key) -> str:

@@ -379,6 +379,19 @@ def test_switching_it_off_needs_tensor_parallelism() -> None:
         ThreeDStrategy(record=False)
 
 
+def test_a_checkpoint_recomputes_under_another_default_dtype() -> None:
+    """As in Lightning's "64-true", whose default dtype ends with the step: by the program the forward ran."""
+
+    def widened(model: Any) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return model()  # type: ignore[no-any-return]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    check("recorded", lambda: Model(run=WAYS["checkpoint"]), run=widened)
+
+
 def test_second_derivatives() -> None:
     def penalty(model: Any) -> Tensor:
         loss = model()
