@@ -112,7 +112,7 @@ class Event:
         moved: Bytes its operations write in the forward.
         seconds: Forward and backward, where they were measured.
         arguments: (leaves without data, their spec) of an atom call, while a split is planned.
-        random: Draws from the default generator.
+        random: Draws from a generator of torch.
         dynamic: Makes a shape that depends on values: nothing after it may be cut off.
         single: The only value of a result that is one tensor and has no side effects.
         looks: Turns a tensor into a Python value, on which the path may depend.

@@ -17,10 +17,10 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.events import Trace, Vid
 from lightning_3d.pipeline.glue import surroundings
+from lightning_3d.pipeline.looks import open_modules
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom
-from lightning_3d.pipeline.python_state import open_modules
-from lightning_3d.pipeline.rng import Seeds, forked, seed_window, window_randomness
+from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.pipeline.split_backward import WeightHalf, edge_of, input_half
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.step_values import StepValues
@@ -36,7 +36,7 @@ class Program:
     Attributes:
         module, atoms: The root module and its closed pieces.
         open_modules: The modules whose code is glue.
-        device: This rank's device.
+        generators: What a step may draw from.
         tensor_group: Tensor-parallel group, or None.
         forward_context: Entered around every forward (autocast), never around a backward.
         around: Entered around all windows and backwards of a batch (activation checkpointing).
@@ -45,7 +45,7 @@ class Program:
 
     module: nn.Module
     atoms: Mapping[str, nn.Module]
-    device: torch.device
+    generators: Randomness
     tensor_group: Any
     forward_context: Callable[[], AbstractContextManager[Any]]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -64,7 +64,7 @@ class Program:
 
         The random generators are as before when it ends.
         """
-        with self.around(), surroundings(self.module, self.atoms), forked(self.device), sharding.guarded():
+        with self.around(), surroundings(self.module, self.atoms), self.generators.forked(), sharding.guarded():
             self.running = True
             try:
                 yield
@@ -75,11 +75,11 @@ class Program:
     def randomness(self, trace: Trace, seeds: Seeds, window: int) -> Iterator[None]:
         """The generators of one window."""
         if not self.running:
-            with window_randomness(seeds, window, self.device):
+            with self.generators.window(seeds, window):
                 yield
             return
         if trace.random:
-            seed_window(seeds, window, self.device)
+            self.generators.seed_window(seeds, window)
         yield
 
 
@@ -123,7 +123,7 @@ def forward(
         atoms=program.atoms,
         seeds=seeds,
         tensor_group=program.tensor_group,
-        device=program.device,
+        randomness=program.generators,
         fetch=fetch,
     )
     final_stage = partition.windows[-1].stage == partition.windows[window].stage

@@ -20,10 +20,10 @@ from lightning_3d.pipeline.execution import Program, untouched_state
 from lightning_3d.pipeline.glue import Unwind
 from lightning_3d.pipeline.partition import Partition, Window
 from lightning_3d.pipeline.phantom import Phantom, function_name
-from lightning_3d.pipeline.rng import Seeds, window_randomness
+from lightning_3d.pipeline.rng import Seeds
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.trace import Contents
-from lightning_3d.probe import ModuleState
+from lightning_3d.probe import ModuleState, PythonState
 
 
 class PathRun(StageRun):
@@ -80,14 +80,15 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
     partition = Partition(trace, windows, [set()], [{}, {}, {}])
     run = PathRun(
         partition, 1, {}, module=program.module, atoms=program.atoms, seeds=seeds,
-        tensor_group=program.tensor_group, device=program.device,
+        tensor_group=program.tensor_group, randomness=program.generators,
     )  # fmt: skip
     saved = [(x, x.clone()) for x in trace.changed]
+    iterators = PythonState(program.module, counters=False) if whole else None
     state = ModuleState(program.module, program.open_modules) if whole else None
     contents = Contents(program.open_modules) if whole else None
     try:
         with (
-            window_randomness(seeds, 1, program.device),
+            program.generators.window(seeds, 1),
             untouched_state(program, partition, True, True),
             sharding.guarded(),
             program.forward_context(),
@@ -98,9 +99,10 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
     except Exception:  # the user's code on another path: its own trace will raise what is really wrong
         return False
     finally:
-        if state is not None and contents is not None:
+        if state is not None and contents is not None and iterators is not None:
             state.restore()
             contents.restore()
+            iterators.close()
         with torch.no_grad():
             for x, before in saved:
                 x.copy_(before)

@@ -17,13 +17,13 @@ from lightning_3d.pipeline.changes import warn_of_changed_buffers
 from lightning_3d.pipeline.costs import measure
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import TRAINING, Program
+from lightning_3d.pipeline.looks import Looks, plain_state, watched
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
 from lightning_3d.pipeline.planning import Split, cut, make_plan
-from lightning_3d.pipeline.python_state import Looks, plain_state, watched
-from lightning_3d.pipeline.rng import Seeds
+from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.pipeline.trace import trace, without_inference_tensors
-from lightning_3d.probe import agree, call_step, probe_arguments
+from lightning_3d.probe import agree, call_step, own_generators, probe_arguments
 
 _SIGNATURES_KEPT = 256
 _PATHS_KEPT = 8
@@ -61,6 +61,7 @@ class Plans:
         self._tensor_group, self._forward_context = tensor_group, forward_context
         self.partitions: dict[Any, list[Partition]] = {}
         self._memory = AtomMemory()
+        self._randomness = Randomness(mesh.device, own_generators(module))
         self._warned = False
 
     def begin(self, step_name: str, microbatch: Any, split: Split, owners: Sequence[int]) -> Partition:
@@ -77,7 +78,7 @@ class Plans:
 
         plan = make_plan(self.module, self.mesh.layout.pp, split, tracer, owners, partial(measure, mesh=self.mesh))
         self._memory.learn(plan.atoms)
-        self.program = Program(self.module, plan.atoms, self.mesh.device, self._tensor_group, self._forward_context)
+        self.program = Program(self.module, plan.atoms, self._randomness, self._tensor_group, self._forward_context)
         # batches differ between replicas; the placement of parameters must not
         self.held = Held(*self.mesh.data.broadcast_object(plan.held, 0))
         partition = self._agreed(step_name, plan.trace)
@@ -118,7 +119,7 @@ class Plans:
             lambda: call_step(self.module, step_name, *arguments),
             self._tensor_group,
             name=step_name,
-            device=self.mesh.device,
+            randomness=self._randomness,
             forward_context=self._forward_context,
             seeds=seeds or Seeds(self.seed, 0, 0, self.mesh.at.dp),
             memory=self._memory,

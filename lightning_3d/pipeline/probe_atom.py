@@ -33,13 +33,13 @@ _NO_FAKE_RUN = (
 
 
 class OperationWatch(TorchDispatchMode):
-    """Notices whether anything inside draws from a default generator, and how many bytes are written."""
+    """Notices whether anything inside draws random numbers, and how many bytes are written."""
 
     hit = False
     moved = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             self.hit = True
         out = func(*args, **(kwargs or {}))
         if not _makes_view(func):

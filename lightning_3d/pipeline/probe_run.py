@@ -34,7 +34,7 @@ from lightning_3d.pipeline.glue import Glue
 from lightning_3d.pipeline.holders import changed, copy_holder, has_tensor, holders, is_opaque, slots
 from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.probe_atom import AtomExecution, OperationWatch, is_fake, versions_of
-from lightning_3d.pipeline.rng import Seeds, seed_torch
+from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, own_parameters
 from lightning_3d.where import current_line
 
@@ -47,7 +47,7 @@ class TraceRun(Glue):
         trace: Empty; filled by the run.
         fakes: The open `FakeParameters` of `module`.
         answers: What value reads of tracked tensors return.
-        device: The device of the parameters.
+        randomness: The generators the step may draw from.
         seeds: Of the microbatch: local random events draw what they will draw in the run.
         memory: What equal atoms did in earlier traces.
         keep_arguments: Events keep what atoms are called with, so that they can be called again.
@@ -60,14 +60,15 @@ class TraceRun(Glue):
         trace: Trace,
         fakes: FakeParameters,
         answers: Answers,
-        device: torch.device,
+        randomness: Randomness,
         seeds: Seeds,
         memory: AtomMemory | None = None,
         keep_arguments: bool = False,
     ) -> None:
         super().__init__(module, atoms)
         self._memory, self.keep_arguments = memory, keep_arguments
-        self.trace, self.fakes, self.answers, self.device, self.seeds = trace, fakes, answers, device, seeds
+        self.trace, self.fakes, self.answers, self.seeds = trace, fakes, answers, seeds
+        self.randomness, self.device = randomness, randomness.device
         self._in_region = False
         self.buffers = {id(b): name for name, b in module.named_buffers()}
         self.fake_of: dict[Vid, Tensor] = {}
@@ -167,7 +168,7 @@ class TraceRun(Glue):
 
     def _local(self, func: Any, args: Any, kwargs: Any, n: int, event: Event) -> Any:
         if not self._in_region:
-            seed_torch(self.seeds.of_event(n), self.device)
+            self.randomness.seed_event(self.seeds, n)
         with OperationWatch() as watch:
             out = func(*args, **kwargs)
         event.random, event.looks = watch.hit, func in VALUE_READS
@@ -202,7 +203,7 @@ class TraceRun(Glue):
     def on_region(self) -> Iterator[None]:
         first, before = self.n, self._in_region
         if not before:
-            seed_torch(self.seeds.of_event(first), self.device)
+            self.randomness.seed_event(self.seeds, first)
         self._in_region = True
         try:
             yield

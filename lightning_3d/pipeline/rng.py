@@ -6,13 +6,17 @@ Every event that is known to draw is seeded by its own number, so its numbers do
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_3d.probe import saved
 
 
 def mix(*numbers: int) -> int:
@@ -60,23 +64,68 @@ def forked(device: torch.device) -> Iterator[None]:
             _cuda_generator(device).set_state(cuda)
 
 
-@contextmanager
-def window_randomness(seeds: Seeds, window: int, device: torch.device) -> Iterator[None]:
-    """Fork all generators and seed them for one window.
+class Randomness:
+    """The generators a step may draw from: the global ones of torch, Python and numpy, and the module's own.
 
-    `random` and numpy are seeded per microbatch, not per window: glue code runs on all stages and must draw the same.
+    Own generators get seeds of events and windows like the global ones: every stage must draw the same from them,
+    though stages run other parts of the step in another order. One that the step seeds itself is left alone.
+
+    Args:
+        device: Whose default generator is meant, beside the CPU's.
+        own: Generators that are held by the module or by its code (`probe.own_generators`).
     """
-    with forked(device):
-        seed_window(seeds, window, device)
-        yield
 
+    def __init__(self, device: torch.device, own: Sequence[Any] = ()) -> None:
+        self.device = device
+        self._own = [saved.Generator(source) for source in own]
+        self._first = [g.initial_seed() if isinstance(g, torch.Generator) else 0 for g in own]
+        self._given: dict[int, int] = {}
 
-def seed_window(seeds: Seeds, window: int, device: torch.device) -> None:
-    """Seed all generators for one window."""
-    seed_torch(seeds.of_window(window), device)
-    shared = seeds.of_event(-1)
-    random.seed(shared)
-    np.random.seed(shared & 0xFFFF_FFFF)
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """Put all of them back at the end."""
+        before = [g.take() for g in self._own]
+        try:
+            with forked(self.device):
+                yield
+        finally:
+            for generator, state in zip(self._own, before, strict=True):
+                generator.put(state)
+
+    def python_states(self) -> list[bytes]:
+        """Of the generators that are not torch's: others later, if something was drawn."""
+        sources = [random._inst, np.random.mtrand._rand, *(g.source for g in self._own)]
+        return [pickle.dumps(saved.Generator(x).take()) for x in sources if not isinstance(x, torch.Generator)]
+
+    @contextmanager
+    def window(self, seeds: Seeds, window: int) -> Iterator[None]:
+        """Fork all generators and seed them for one window."""
+        with self.forked():
+            self.seed_window(seeds, window)
+            yield
+
+    def seed_window(self, seeds: Seeds, window: int) -> None:
+        """Seed all generators for one window.
+
+        Python's and numpy's are seeded per microbatch, not per window: glue code runs on all stages and must draw the
+        same.
+        """
+        seed_torch(seeds.of_window(window), self.device)
+        shared = seeds.of_event(-1)
+        random.seed(shared)
+        np.random.seed(shared & 0xFFFF_FFFF)
+        for number, (generator, first) in enumerate(zip(self._own, self._first, strict=True)):
+            self._given[number] = mix(shared, number, first)
+            generator.seed(self._given[number])
+
+    def seed_event(self, seeds: Seeds, event: int) -> None:
+        """Seed torch's generators for an event that draws."""
+        seed_torch(seeds.of_event(event), self.device)
+        for number, generator in enumerate(self._own):
+            source = generator.source
+            if isinstance(source, torch.Generator) and source.initial_seed() == self._given.get(number):
+                self._given[number] = mix(seeds.of_event(event), number, self._first[number])
+                source.manual_seed(self._given[number])
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:

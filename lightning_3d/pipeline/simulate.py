@@ -18,10 +18,10 @@ from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Partition, windows_from_starts
 from lightning_3d.pipeline.planning import Plan, Split, cut, make_plan
 from lightning_3d.pipeline.results import StepResult, collect
-from lightning_3d.pipeline.rng import Seeds
+from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.pipeline.stage import Logged
 from lightning_3d.pipeline.trace import trace
-from lightning_3d.probe import ModuleState, call_step, probe_arguments
+from lightning_3d.probe import ModuleState, call_step, own_generators, probe_arguments
 
 
 @dataclass
@@ -71,6 +71,7 @@ def simulate(
         PipelineError: The step cannot be cut as asked.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    randomness = Randomness(device, own_generators(module))
     microbatches, sizes = split_with_sizes(batch, num_microbatches)
     step = getattr(module, "training_step")  # noqa: B009  (not every nn.Module has it)
 
@@ -78,10 +79,12 @@ def simulate(
         arguments = probe_arguments(step, microbatches[i])
         call = partial(call_step, module, "training_step", *arguments)
         seeds = Seeds(seed, step_number, i, 0)
-        return trace(module, atoms, call, tensor_group, device=device, forward_context=forward_context, seeds=seeds)
+        return trace(
+            module, atoms, call, tensor_group, randomness=randomness, forward_context=forward_context, seeds=seeds
+        )
 
     plan = make_plan(module, stages, split, lambda atoms: traced(0, atoms), owners)
-    program = Program(module, plan.atoms, device, tensor_group, forward_context)
+    program = Program(module, plan.atoms, randomness, tensor_group, forward_context)
     weights = [size / sum(sizes) for size in sizes]
     held = [{n for n, s in plan.held.holders.items() if stage in s} for stage in range(stages)]
     partitions, outputs, losses, logged = [], [], [], []

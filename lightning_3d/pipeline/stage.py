@@ -17,7 +17,7 @@ from lightning_3d.pipeline.glue import Glue, Unwind, replaced_forward
 from lightning_3d.pipeline.holders import holders, replace_in_place, slots
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom, function_name
-from lightning_3d.pipeline.rng import Seeds, seed_torch
+from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.where import naming_the_line
 
 
@@ -55,7 +55,7 @@ class StageRun(Glue):
         module, atoms: The root module and its closed pieces.
         seeds: What the random numbers depend on.
         tensor_group: Tensor-parallel group of received sharded values.
-        device: Whose generators to seed.
+        randomness: The generators to seed.
 
     Attributes:
         captured: Values other windows need (local pieces).
@@ -72,14 +72,14 @@ class StageRun(Glue):
         atoms: Mapping[str, nn.Module],
         seeds: Seeds,
         tensor_group: Any = None,
-        device: torch.device | None = None,
+        randomness: Randomness | None = None,
         fetch: Callable[[], Mapping[Vid, Tensor]] | None = None,
     ) -> None:
         super().__init__(module, atoms)
         self.partition, self.trace, self.window = partition, partition.trace, partition.windows[window]
         self._fetch = fetch
         self.received, self.seeds, self.tensor_group = dict(received), seeds, tensor_group
-        self.device = device or torch.device("cpu")
+        self.randomness = randomness or Randomness(torch.device("cpu"))
         self.last = window == len(partition.windows) - 1
         self.captured: dict[Vid, Tensor] = {}
         self.logged: list[Logged] = []
@@ -203,7 +203,7 @@ class StageRun(Glue):
                 needs_leaves = event.mutations or any(leaf.kind == "input" for leaf in event.leaves)
                 return self.emit(event, tree_flatten((args, kwargs))[0] if needs_leaves else ())
             if event.random and not self._in_region:
-                seed_torch(self.seeds.of_event(n), self.device)
+                self.randomness.seed_event(self.seeds, n)
             if event.kind == "local":
                 return func(*args, **kwargs)
         leaves, args, kwargs = self._resolve(args, kwargs)
@@ -232,7 +232,7 @@ class StageRun(Glue):
             replace_in_place((args, kwargs), Phantom, self.value)
         leaves, args, kwargs = self._resolve(args, kwargs)
         if event is not None and event.random and not self._in_region:
-            seed_torch(self.seeds.of_event(n), self.device)
+            self.randomness.seed_event(self.seeds, n)
         if event is None or n not in self._wanted:
             with self.paused():
                 return run(*args, **kwargs)
@@ -285,7 +285,7 @@ class StageRun(Glue):
     def on_region(self) -> Iterator[None]:
         # the checkpoint stores the generator's state here and replays from it: nothing inside may reseed
         if not self._in_region:
-            seed_torch(self.seeds.of_event(self.n), self.device)
+            self.randomness.seed_event(self.seeds, self.n)
         before, self._in_region = self._in_region, True
         try:
             yield

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,11 +16,11 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.events import Trace
+from lightning_3d.pipeline.looks import Looks, open_modules, plain_state, watching
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_run import TraceRun
-from lightning_3d.pipeline.python_state import Looks, open_modules, plain_state, watching
-from lightning_3d.pipeline.rng import Seeds, window_randomness
-from lightning_3d.probe import Answers, FakeParameters, ModuleState, retry
+from lightning_3d.pipeline.rng import Randomness, Seeds
+from lightning_3d.probe import Answers, FakeParameters, ModuleState, python_state, retry
 from lightning_3d.where import naming_the_line
 
 _OPERATIONS_PER_BYTE = {"cpu": 10.0}
@@ -36,7 +34,7 @@ def trace(
     group: Any = None,
     *,
     name: str = "training_step",
-    device: torch.device | None = None,
+    randomness: Randomness | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     seeds: Seeds | None = None,
     memory: AtomMemory | None = None,
@@ -48,7 +46,7 @@ def trace(
     A step that changes attributes of its modules runs twice: when the second run takes another path, glue code caches
     something on its first call (a mask, a lazily installed hook); that warm state is kept, because later steps will
     find it too. Everything else of the module's state (attributes, hooks, buffers of glue code, metric states, random
-    generators) is put back.
+    generators, iterators) is put back.
 
     Args:
         module: The root module.
@@ -56,7 +54,7 @@ def trace(
         step: Calls the user's step method on a microbatch.
         group: Tensor-parallel group; it answers with shapes only meanwhile.
         name: Name of the step, for messages.
-        device: Device of the parameters; default: that of the first one.
+        randomness: The generators the step may draw from; default: the global ones for the first parameter's device.
         forward_context: Entered around the step (autocast).
         seeds: Of the microbatch, so that the trace takes the path the run will take; equal in a replica.
         memory: What equal atoms did in earlier traces; filled by this one.
@@ -67,21 +65,28 @@ def trace(
         PipelineError: The step does something that cannot be cut into stages.
     """
     seeds = seeds or Seeds()
-    device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
+    randomness = randomness or Randomness(next((p.device for p in module.parameters()), torch.device("cpu")))
     grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     looks = looks or Looks()
-    python_state = plain_state(open_modules(module, atoms.values()))
-    state, contents = ModuleState(module), Contents(open_modules(module, atoms.values()))
+    plain = plain_state(open_modules(module, atoms.values()))
 
     def once() -> Trace:
         looks.seen = False
-        run = partial(_run, module, atoms, step, name, device, forward_context, seeds, memory, keep_arguments)
+        iterators.restore()
+        run = partial(_run, module, atoms, step, name, randomness, forward_context, seeds, memory, keep_arguments)
         with watching(module, looks), naming_the_line(PipelineError):
             found = retry(run, (PipelineError,))
-        found.looks_at_python, found.python_state = looks.seen, python_state
+        found.looks_at_python, found.python_state = looks.seen, plain
         return found
 
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled), sharding.dry(group), sharding.guarded():
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad_enabled),
+        sharding.dry(group),
+        sharding.guarded(),
+        python_state(module, counters=False) as iterators,
+    ):
+        state, contents = ModuleState(module), Contents(open_modules(module, atoms.values()))
         try:
             first = once()
             touched = state.changed()
@@ -107,7 +112,7 @@ def _run(
     atoms: Mapping[str, nn.Module],
     step: Callable[[], Any],
     name: str,
-    device: torch.device,
+    randomness: Randomness,
     forward_context: Callable[[], AbstractContextManager[Any]],
     seeds: Seeds,
     memory: AtomMemory | None,
@@ -115,13 +120,14 @@ def _run(
     answers: Answers,
 ) -> Trace:
     """One run of the step with invented answers to value reads."""
+    device = randomness.device
     result = Trace(name, _OPERATIONS_PER_BYTE.get(device.type, _ON_ACCELERATORS))
     result.sizes = {n: _local_size(p) for n, p in module.named_parameters()}
-    with FakeParameters(module, device, atoms.values()) as fakes, window_randomness(seeds, 0, device):
-        before = _python_generators()
+    with FakeParameters(module, device, atoms.values()) as fakes, randomness.window(seeds, 0):
+        before = randomness.python_states()
         with forward_context():
-            TraceRun(module, atoms, result, fakes, answers, device, seeds, memory, keep_arguments).run(step)
-        result.python_random = _python_generators() != before
+            TraceRun(module, atoms, result, fakes, answers, randomness, seeds, memory, keep_arguments).run(step)
+        result.python_random = randomness.python_states() != before
     return result
 
 
@@ -131,11 +137,6 @@ def without_inference_tensors(batch: Any) -> Any:
         return batch
     with torch.inference_mode(False), torch.no_grad():
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, batch)
-
-
-def _python_generators() -> object:
-    name, keys, *rest = np.random.get_state()
-    return random.getstate(), name, bytes(keys), rest  # type: ignore[arg-type]
 
 
 def _local_size(parameter: nn.Parameter) -> int:

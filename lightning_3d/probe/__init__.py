@@ -4,7 +4,7 @@ from lightning_3d.probe.agree import agree
 from lightning_3d.probe.content import Content, Unknown
 from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
-from lightning_3d.probe.python_state import PythonState, common_state, python_state
+from lightning_3d.probe.python_state import PythonState, common_state, own_generators, python_state
 from lightning_3d.probe.reads import VALUE_READS, Answers, retry
 from lightning_3d.probe.shared_patch import SharedPatch
 from lightning_3d.probe.short import shorter_batches
@@ -25,6 +25,7 @@ __all__ = [
     "common_state",
     "intercept_functions",
     "metrics_alone",
+    "own_generators",
     "own_parameters",
     "probe_arguments",
     "python_state",

@@ -89,7 +89,7 @@ class PythonState:
         self._package = home(type(module)) if not reach.is_library(type(module)) else ""
         self._counters = counters
         self._seen: dict[Any, Any] = {}
-        self._pieces = saved.global_generators()
+        self._pieces: list[saved.Saved] = [*saved.global_generators()]
         self._iterators: dict[int, tuple[Any, list[Callable[[Any], None]]]] = {}
         self._todo: deque[Any] = deque()
         for child in module.modules():
@@ -103,6 +103,11 @@ class PythonState:
         self._start = [(piece, piece.take()) for piece in self._pieces]
 
     # -- use
+    @property
+    def generators(self) -> list[Any]:
+        """The random generators it has found."""
+        return [piece.source for piece in self._pieces if isinstance(piece, saved.Generator)]
+
     def taken_down(self) -> Moment:
         """The state of this moment."""
         pieces = _moment_of(self._pieces)
@@ -308,6 +313,12 @@ def python_state(module: nn.Module, counters: bool = True) -> Iterator[PythonSta
         state.close()
 
 
+def own_generators(module: nn.Module) -> list[Any]:
+    """The random generators of torch, Python and numpy that are held by a module or named by its code."""
+    with python_state(module, counters=False) as state:
+        return [g for g in state.generators if all(g is not known.source for known in saved.global_generators())]
+
+
 def common_state() -> Moment:
     """Of what copies of a model have in common in this process, as it is now.
 
@@ -317,7 +328,7 @@ def common_state() -> Moment:
     if states:
         moments = [state.taken_down() for state in states]
     else:
-        moments = [_moment_of(saved.global_generators())]
+        moments = [_moment_of([*saved.global_generators()])]
 
     def put() -> None:
         for moment in moments:

@@ -60,6 +60,19 @@ class Generator:
         else:
             _bits(source).state = before
 
+    def seed(self, seed: int) -> None:
+        """Begin another stream."""
+        source = self.source
+        if isinstance(source, torch.Generator):
+            source.manual_seed(seed)
+        elif isinstance(source, random.Random):
+            source.seed(seed)
+        elif hasattr(source, "set_state"):
+            source.seed(seed & 0xFFFF_FFFF)
+        else:
+            bits = _bits(source)
+            bits.state = type(bits)(seed).state
+
     def same(self, before: Any) -> bool:
         return isinstance(self.source, random.SystemRandom)  # else: to compare costs as much as to put back
 
@@ -68,9 +81,9 @@ def _bits(source: Any) -> Any:
     return getattr(source, "bit_generator", source)
 
 
-def global_generators() -> list[Saved]:
+def global_generators() -> list[Generator]:
     """torch's on all devices in use, Python's, numpy's."""
-    found: list[Saved] = [Generator(torch.default_generator), Generator(random._inst)]
+    found = [Generator(torch.default_generator), Generator(random._inst)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found += [Generator(g) for g in torch.cuda.default_generators]
     numpy = sys.modules.get("numpy")
