@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_3d.engine import Settings
 from lightning_3d.errors import ConfigurationError, near, not_yet
 from lightning_3d.layout import LONG_NAMES, Layout
 from lightning_3d.recompute import check_choice
+from lightning_3d.settings import Settings
 from lightning_3d.tensor.facts import DEMANDS
 
 

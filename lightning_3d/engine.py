@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +31,8 @@ from lightning_3d.pipeline.samples import batch_size, describe_size
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.proof import prove
-from lightning_3d.recompute import Choice, Recompute
+from lightning_3d.recompute import Recompute
+from lightning_3d.settings import Settings
 from lightning_3d.tensor import (
     Placement,
     ShardedTensor,
@@ -51,26 +50,6 @@ from lightning_3d.tensor.recorded.recording import Recording
 from lightning_3d.zero import Zero
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose, beside the layout."""
-
-    num_microbatches: int | str = "auto"
-    sequence_parallel: bool = False
-    tensor_parallel_plan: str | dict[str, str] = "auto"
-    strict_tensor_parallel: float | None = None
-    exact_dropout: bool = False
-    activation_checkpointing: Choice = None
-    pipeline_split: str | Sequence[str] = "auto"
-    verify: bool | str = "auto"
-    bucket_bytes: int | None = None
-    timeout: timedelta | None = None
-    record_timeline: bool = False
-    hang_report_after: float | None = None
-    record: bool = True
-    forward_context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
 
 class Engine:

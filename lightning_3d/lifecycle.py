@@ -19,17 +19,18 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_3d.data import broadcast_batch, check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
-from lightning_3d.engine import Engine, Settings
+from lightning_3d.engine import Engine
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.gradients import clip, norm_of
 from lightning_3d.materialize import materialize
-from lightning_3d.mesh import Mesh
 from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.hang import HangReport
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
 from lightning_3d.probe import agree, own_parameters
+from lightning_3d.saving import Saving
+from lightning_3d.settings import Settings
 from lightning_3d.suitability import (
     GRADIENT_HOOKS,
     ZERO_GRAD_HOOKS,
@@ -40,20 +41,14 @@ from lightning_3d.suitability import (
 from lightning_3d.surrogate import surrogate_loss
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-
     from lightning_3d.pipeline import StepResult
-else:
-    _Base = object
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-class Lifecycle(_Base):
+class Lifecycle(Saving):
     """Set-up, steps, logs and failures; `ThreeDStrategyBase` adds the arguments, the mesh and checkpoints."""
 
     package: str
-    _mesh: Mesh | None
-    _engine: Engine | None
     _settings: Settings
 
     def _init_lifecycle(self) -> None:
@@ -61,7 +56,7 @@ class Lifecycle(_Base):
         self._planning = False
         self._watch: FailureWatch | None = None
         self._hang: HangReport | None = None
-        self._pending: tuple[dict[str, Any], bool] | None = None
+        self._init_saving()
         self._checked: set[str] = set()
         self._relay: Relay | None = None
         self._torch_norm: GlobalTorchNorm | None = None
@@ -69,8 +64,7 @@ class Lifecycle(_Base):
     # -- failures
     def _watch_failures(self) -> None:
         """A rank that fails ends all of them."""
-        mesh = self._mesh
-        assert mesh is not None
+        mesh = self.mesh
         if mesh.layout.world_size == 1:
             return
         where = f"data-parallel replica {mesh.at.dp}, stage {mesh.at.pp}, tensor-parallel rank {mesh.at.tp}"
@@ -95,24 +89,20 @@ class Lifecycle(_Base):
     # -- data
     def _follow_replicas_in_sampling(self) -> None:
         """With one replica every rank reads the user's loader as it is; Lightning would shuffle it."""
-        assert self._mesh is not None
-        assert self.lightning_module is not None
-        if self._mesh.layout.dp == 1:
-            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
+        if self.mesh.layout.dp == 1:
+            self._module.trainer._accelerator_connector.use_distributed_sampler = False
 
     def process_dataloader(self, dataloader: object) -> object:
-        mesh = self._mesh
-        assert mesh is not None
+        mesh = self.mesh
         return fit_loader_to_replicas(
             dataloader, mesh.at.dp, mesh.layout.dp, mesh.layout.world_size, pl_worker_init_function
         )
 
     def _check_first_batches(self, step_name: str, batch: Any) -> None:
         """The first batch of every kind of step is compared inside the replica."""
-        assert self._mesh is not None
-        if step_name not in self._checked and self._mesh.replica.size > 1:
+        if step_name not in self._checked and self.mesh.replica.size > 1:
             self._checked.add(step_name)
-            check_same_batch(batch, self._mesh.replica, f"first batch of {step_name}")
+            check_same_batch(batch, self.mesh.replica, f"first batch of {step_name}")
 
     # -- set-up
     def connect(self, model: Any) -> None:
@@ -125,30 +115,27 @@ class Lifecycle(_Base):
     def setup(self, trainer: Any) -> None:
         """Plan, prove and cut the module the first time; connect optimizers and a checkpoint every time."""
         assert self.accelerator is not None
-        assert self._mesh is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         fitting = trainer.state.fn == "fit"
         first = self._engine is None or self._engine.module is not module
         check_precision(self.precision_plugin)
         if first:
             check_is_whole(module)
         if fitting:
-            check_can_be_trained(module, self._mesh.layout, trainer.callbacks)
+            check_can_be_trained(module, self.mesh.layout, trainer.callbacks)
         if first:
             self._equalize(module)
         if fitting:
             self.setup_optimizers(trainer)
         if first:
             self._build(trainer, module)
-        assert self._engine is not None
         if self._hang is not None:
-            self._hang.follow(self._engine.runner)
+            self._hang.follow(self.engine.runner)
         if fitting:
             watched = not module.automatic_optimization or is_overridden(module, trainer.callbacks, GRADIENT_HOOKS)
-            self._engine.shard(self.optimizers, watched)
-            self._torch_norm = GlobalTorchNorm(partial(norm_of, self._engine))
+            self.engine.shard(self.optimizers, watched)
+            self._torch_norm = GlobalTorchNorm(partial(norm_of, self.engine))
             self._torch_norm.install()
         self.setup_precision_plugin()
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
@@ -158,23 +145,21 @@ class Lifecycle(_Base):
         self._load_pending()
 
     def _clip(self, optimizer: Any, max_norm: float) -> None:
-        assert self._engine is not None
-        clip(self._engine, getattr(optimizer, "_optimizer", optimizer), max_norm)
+        clip(self.engine, getattr(optimizer, "_optimizer", optimizer), max_norm)
 
     def _collect(self) -> None:
         if self._engine is not None and self._engine.zero is not None:
-            self._engine.zero.shown.collect()
+            self._zero.shown.collect()
 
     def _equalize(self, module: nn.Module) -> None:
         """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
-        assert self._mesh is not None
         self._check_order(module)
         materialize(module, self.root_device)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         if self._layer_sync is not None:
-            nn.SyncBatchNorm.convert_sync_batchnorm(module, self._mesh.data.group)
-        world = self._mesh.world
+            nn.SyncBatchNorm.convert_sync_batchnorm(module, self.mesh.data.group)
+        world = self.mesh.world
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 world.broadcast(tensor.data if tensor.is_contiguous() else _contiguous(tensor), 0)
@@ -182,10 +167,9 @@ class Lifecycle(_Base):
 
     def _check_order(self, module: nn.Module) -> None:
         """Ranks pair parameters, buffers and optimizer groups by their order."""
-        assert self._mesh is not None
         tensors = [*module.named_parameters(), *module.named_buffers()]
         try:
-            agree("the order of parameters", [(n, tuple(x.shape)) for n, x in tensors], self._mesh.world)
+            agree("the order of parameters", [(n, tuple(x.shape)) for n, x in tensors], self.mesh.world)
         except ConfigurationError:
             raise ConfigurationError(
                 f"the parameters and buffers of {type(module).__name__} are registered in another order, or with other "
@@ -194,9 +178,8 @@ class Lifecycle(_Base):
             ) from None
 
     def _build(self, trainer: Any, module: Any) -> None:
-        assert self._mesh is not None
         settings = dataclasses.replace(self._settings, forward_context=lambda: self.precision_plugin.forward_context())
-        engine = Engine(module, self._mesh, settings)
+        engine = Engine(module, self.mesh, settings)
         step_name = _STEPS[trainer.state.fn.value]
         batch = self._peek(trainer, step_name) if engine.layout.replica_size > 1 else None
         self._planning = True
@@ -206,57 +189,26 @@ class Lifecycle(_Base):
             self._planning = False
         rank_zero_info(engine.summary())
         self._engine = engine
-        self._relay = Relay(self._mesh.replica, self._mesh.replica_control, self._mesh.device)
-        attach_metrics(module, self._mesh, self._relay)
+        self._relay = Relay(self.mesh.replica, self.mesh.replica_control, self.mesh.device)
+        attach_metrics(module, self.mesh, self._relay)
 
     def _peek(self, trainer: Any, step_name: str) -> Any:
         """The first batch of rank zero, moved and converted as Lightning will, the same on all ranks."""
-        assert self._mesh is not None
-        assert self.lightning_module is not None
         loop = getattr(trainer, f"{trainer.state.fn.value}_loop")
         with random_state_kept(_collect_rng_states, _set_rng_states):
             loaders = loop._data_source.dataloader()
             if step_name != "training_step" and isinstance(loaders, Sequence):
                 loaders = loaders[0]
             batch = first_batch(loaders)
-        batch = broadcast_batch(batch, self._mesh.world)
+        batch = broadcast_batch(batch, self.mesh.world)
         batch = self.precision_plugin.convert_input(batch)
-        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.batch_to_device(batch, dataloader_idx=0)
 
     def setup_optimizers(self, trainer: Any) -> None:
         if self._engine is not None and self._engine.zero is not None:
-            self._engine.zero.release()
+            self._zero.release()
         super().setup_optimizers(trainer)
-
-    def _load_pending(self) -> None:
-        if self._pending is not None:
-            checkpoint, strict = self._pending
-            self._pending = None
-            self._load_model(checkpoint, strict)
-
-    def _load_model(self, checkpoint: Any, strict: bool) -> None:
-        """Weights from a directory or a plain state_dict; kept for `setup` when the module is not cut yet."""
-        from lightning_3d.checkpoint import PATH_KEY, load_model_directory, load_model_file, read_model
-
-        if self._engine is None:
-            module = self.lightning_module
-            assert self._mesh is not None
-            assert module is not None
-            ready = self._mesh.layout.replica_size == 1 and not any(
-                t.is_meta for t in (*module.parameters(), *module.buffers())
-            )
-            if PATH_KEY in checkpoint and ready:  # now, as Lightning does: callbacks may change it again (averages)
-                checkpoint["state_dict"] = {**checkpoint["state_dict"], **read_model(checkpoint[PATH_KEY])}
-                super().load_model_state_dict(checkpoint, strict)
-            elif PATH_KEY in checkpoint:
-                self._pending = (dict(checkpoint), strict)
-            else:
-                super().load_model_state_dict(checkpoint, strict)
-        elif PATH_KEY in checkpoint:
-            load_model_directory(self._engine.state(), checkpoint[PATH_KEY], strict)
-        else:
-            load_model_file(self._engine.state(), checkpoint["state_dict"], strict)
 
     # -- evaluation
     def on_validation_start(self) -> None:
@@ -267,26 +219,21 @@ class Lifecycle(_Base):
 
     def _share_statistics(self) -> None:
         """Replica 0's running statistics everywhere: every replica has seen other samples. (DDP does so, too.)"""
-        assert self._mesh is not None
-        assert self.lightning_module is not None
-        if self._mesh.layout.dp > 1:
-            for norm in self.lightning_module.modules():
+        if self.mesh.layout.dp > 1:
+            for norm in self._module.modules():
                 if isinstance(norm, _BatchNorm) and norm.track_running_stats:
                     for buffer in norm.buffers():
-                        self._mesh.data.broadcast(buffer, 0)
+                        self.mesh.data.broadcast(buffer, 0)
 
     # -- steps
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._engine
-        assert engine is not None
-        assert engine.zero is not None
+        engine = self.engine
         args = (*args, *kwargs.values())
         self._check_first_batches("training_step", args[0])
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
+        trainer: Any = self._module.trainer
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if engine.runner is None:
-            engine.zero.begin()
+            self._zero.begin()
             return engine.direct_step("training_step", args, number)
         if trainer.fit_loop._skip_backward:
             return self._shared(self._evaluate("training_step", args), training=True)[0]
@@ -295,16 +242,15 @@ class Lifecycle(_Base):
         last = not self._accumulating
         assert self._relay is not None
         with self._relay.step():
-            watched = is_overridden(self.lightning_module, trainer.callbacks, ZERO_GRAD_HOOKS)
+            watched = is_overridden(self._module, trainer.callbacks, ZERO_GRAD_HOOKS)
             result = engine.pipeline_train(args[0], batch_idx, scale, last, watched, number)
         loss, outputs = self._shared(result, training=True)
         assert loss is not None
-        loss = surrogate_loss(loss, engine.zero, scale, last)
+        loss = surrogate_loss(loss, self._zero, scale, last)
         return {**outputs, "loss": loss} if isinstance(outputs, dict) else loss
 
     def _evaluation_step(self, step_name: str, args: Sequence[Any]) -> Any:
-        engine = self._engine
-        assert engine is not None
+        engine = self.engine
         self._check_first_batches(step_name, args[0])
         if engine.runner is None:
             return engine.direct_step(step_name, args)
@@ -315,10 +261,9 @@ class Lifecycle(_Base):
         return self._shared(result, training=False)[1]
 
     def _evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:
-        assert self._engine is not None
         assert self._relay is not None
         with self._relay.step(), torch.no_grad():
-            return self._engine.pipeline_evaluate(step_name, args)
+            return self.engine.pipeline_evaluate(step_name, args)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step("validation_step", (*args, *kwargs.values()))
@@ -332,27 +277,22 @@ class Lifecycle(_Base):
     def _shared(self, result: StepResult, training: bool) -> tuple[Tensor | None, Any]:
         """The last stage's loss and outputs on every rank; its logs replayed through the real `self.log`."""
         assert self._relay is not None
-        assert self.lightning_module is not None
         calls = [LogCall(log.name, log.values, log.weights, log.kwargs) for log in result.logs]
         outputs = result.outputs
         if training:  # the loss travels by itself
             rest = {k: v for k, v in outputs.items() if k != "loss"} if isinstance(outputs, dict) else {}
             outputs = rest or None
-        shared = self._relay.share(result.loss, calls, outputs, self.lightning_module)
+        shared = self._relay.share(result.loss, calls, outputs, self._module)
         for name, value, options in shared.logs:
-            self.lightning_module.log(name, value, **options)
+            self._module.log(name, value, **options)
         return shared.loss, shared.outputs
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self._planning:  # manual optimization calls it while its step is being followed
-            assert self.lightning_module is not None
-            _leave_fake_gradients(self.lightning_module)
+            _leave_fake_gradients(self._module)
             return closure_loss
-        engine = self._engine
-        assert engine is not None
-        assert engine.zero is not None
-        module, zero, precision = self.lightning_module, engine.zero, self.precision_plugin
-        assert module is not None
+        engine = self.engine
+        module, zero, precision = self._module, self._zero, self.precision_plugin
         direct = engine.runner is None
         zero.shown.hide()
         self.pre_backward(closure_loss)

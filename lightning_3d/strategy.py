@@ -7,7 +7,7 @@ isinstance lists accepts: distributed samplers, `sync_dist`, precision plugins).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from lightning_3d.arguments import CheckedArguments, check_effect, check_loss_weighting
 from lightning_3d.comm import Ledger, ProcessCommunicator
 from lightning_3d.data import random_state_kept
-from lightning_3d.engine import Engine, Settings
 from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.gradients import gradient_norm
 from lightning_3d.launch import WholeWeightsLauncher
@@ -30,6 +29,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.lifecycle import Lifecycle
 from lightning_3d.memory import memory_report
 from lightning_3d.mesh import Mesh
+from lightning_3d.saving import unwrapped
+from lightning_3d.settings import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -173,8 +174,6 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             record=record,
         )
         check_effect(self.layout, self._settings)
-        self._mesh: Mesh | None = None
-        self._engine: Engine | None = None
         self._init_lifecycle()
 
     def __repr__(self) -> str:
@@ -186,15 +185,6 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         )
 
     # -- what users read
-    @property
-    def mesh(self) -> Mesh:
-        """This rank's place and communicators; there once the processes run."""
-        if self._mesh is None:
-            raise ConfigurationError(
-                "strategy.mesh is there only once the Trainer has started its processes (in setup hooks and later)."
-            )
-        return self._mesh
-
     @property
     def data_parallel_size(self) -> int:
         """Number of replicas: scale learning rates and count samples with it, not with the world size."""
@@ -215,13 +205,6 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         """The recorded pipeline actions, or None (`record_timeline=True`)."""
         return self.engine.recorder
 
-    @property
-    def engine(self) -> Engine:
-        """What was built for the module; there after set-up."""
-        if self._engine is None:
-            raise ConfigurationError("nothing is planned yet: this is there from on_fit_start on.")
-        return self._engine
-
     def explain(self) -> str:
         """The mesh, what became of every matrix and which module went to which stage, as text."""
         from lightning_3d.explain import describe
@@ -234,7 +217,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
 
     def gradient_norm(self, optimizer: Optimizer | None = None) -> Tensor:
         """Norm of the whole mesh's gradient; collective over all ranks."""
-        return gradient_norm(self.engine, _unwrapped(optimizer or self.optimizers[0]))
+        return gradient_norm(self.engine, unwrapped(optimizer or self.optimizers[0]))
 
     def whole_state_dict(self) -> dict[str, Any]:
         """The module's `state_dict` as one device would have it, on the CPU of global rank zero (empty elsewhere).
@@ -322,56 +305,6 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         if "3d" not in strategy_registry.available_strategies():
             strategy_registry.register("3d", cls, description="Tensor x pipeline x data parallelism with ZeRO")
 
-    # -- checkpoints
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._engine is None:
-            return super().lightning_module_state_dict()
-        return self._engine.state().model()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        from lightning_3d.checkpoint import optimizer_entry
-
-        return optimizer_entry(self.engine.state(), _unwrapped(optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a directory (or a plain file on rank zero); collective over all ranks."""
-        from lightning_3d.checkpoint import save_directory, whole_checkpoint
-
-        if self._save_distributed:
-            if storage_options is not None:
-                raise ConfigurationError(
-                    "storage_options go to a CheckpointIO plugin, but distributed checkpoints are directories written "
-                    "by all ranks. Set save_distributed_checkpoint=False to write one file through the plugin."
-                )
-            save_directory(checkpoint, filepath, self.mesh.world)
-            return
-        plain = whole_checkpoint(checkpoint, self.mesh.world)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(plain, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from pathlib import Path
-
-        from lightning_3d.checkpoint import read_rest
-
-        path = self.broadcast(checkpoint_path)
-        if Path(path).is_dir():
-            return read_rest(path, weights_only)
-        return super().load_checkpoint(path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._load_model(checkpoint, strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        from lightning_3d.checkpoint import PATH_KEY, load_optimizer_directory, load_optimizer_file
-
-        optimizers = [_unwrapped(o) for o in self.optimizers]
-        saved = checkpoint["optimizer_states"]
-        if PATH_KEY in checkpoint:
-            load_optimizer_directory(self.engine.state(), optimizers, saved, checkpoint[PATH_KEY])
-        else:
-            load_optimizer_file(self.engine.state(), optimizers, saved)
-
     def teardown(self) -> None:
         """Release what the run held. Parameters stay where they are: moving them one by one would break the buckets."""
         self._stop_watching()
@@ -395,8 +328,3 @@ class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):
     """
 
     package = "lightning.pytorch"
-
-
-def _unwrapped(optimizer: Any) -> Optimizer:
-    inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
-    return inner

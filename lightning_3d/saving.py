@@ -1,0 +1,103 @@
+"""HOW do Lightning's checkpoint hooks reach the checkpoint room?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_3d.built import Built
+from lightning_3d.errors import ConfigurationError
+
+
+class Saving(Built):
+    """Saves and loads; the checkpoint room is imported when it is needed."""
+
+    _save_distributed: bool
+
+    def _init_saving(self) -> None:
+        self._pending: tuple[dict[str, Any], bool] | None = None
+
+    # -- saving
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        return self.engine.state().model()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        from lightning_3d.checkpoint import optimizer_entry
+
+        return optimizer_entry(self.engine.state(), unwrapped(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a directory (or a plain file on rank zero); collective over all ranks."""
+        from lightning_3d.checkpoint import save_directory, whole_checkpoint
+
+        if self._save_distributed:
+            if storage_options is not None:
+                raise ConfigurationError(
+                    "storage_options go to a CheckpointIO plugin, but distributed checkpoints are directories written "
+                    "by all ranks. Set save_distributed_checkpoint=False to write one file through the plugin."
+                )
+            save_directory(checkpoint, filepath, self.mesh.world)
+            return
+        plain = whole_checkpoint(checkpoint, self.mesh.world)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(plain, filepath, storage_options=storage_options)
+
+    # -- loading
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        from lightning_3d.checkpoint import read_rest
+
+        path = self.broadcast(checkpoint_path)
+        if Path(path).is_dir():
+            return read_rest(path, weights_only)
+        return super().load_checkpoint(path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        from lightning_3d.checkpoint import PATH_KEY, load_optimizer_directory, load_optimizer_file
+
+        optimizers = [unwrapped(o) for o in self.optimizers]
+        saved = checkpoint["optimizer_states"]
+        if PATH_KEY in checkpoint:
+            load_optimizer_directory(self.engine.state(), optimizers, saved, checkpoint[PATH_KEY])
+        else:
+            load_optimizer_file(self.engine.state(), optimizers, saved)
+
+    def _load_pending(self) -> None:
+        if self._pending is not None:
+            checkpoint, strict = self._pending
+            self._pending = None
+            self._load_model(checkpoint, strict)
+
+    def _load_model(self, checkpoint: Any, strict: bool) -> None:
+        """Weights from a directory or a plain state_dict; kept for `setup` when the module is not cut yet."""
+        from lightning_3d.checkpoint import PATH_KEY, load_model_directory, load_model_file, read_model
+
+        if self._engine is None:
+            module = self._module
+            ready = self.mesh.layout.replica_size == 1 and not any(
+                t.is_meta for t in (*module.parameters(), *module.buffers())
+            )
+            if PATH_KEY in checkpoint and ready:  # now, as Lightning does: callbacks may change it again (averages)
+                checkpoint["state_dict"] = {**checkpoint["state_dict"], **read_model(checkpoint[PATH_KEY])}
+                super().load_model_state_dict(checkpoint, strict)
+            elif PATH_KEY in checkpoint:
+                self._pending = (dict(checkpoint), strict)
+            else:
+                super().load_model_state_dict(checkpoint, strict)
+        elif PATH_KEY in checkpoint:
+            load_model_directory(self.engine.state(), checkpoint[PATH_KEY], strict)
+        else:
+            load_model_file(self.engine.state(), checkpoint["state_dict"], strict)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The user's optimizer in Lightning's wrapper."""
+    inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return inner
