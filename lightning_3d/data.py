@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -53,6 +54,56 @@ def _deal_to_replicas(sampler: Any, replica: int, num_replicas: int) -> None:
     )
     for attribute in ("num_replicas", "rank", "num_samples", "total_size"):
         setattr(sampler, attribute, getattr(fresh, attribute))
+
+
+class NoBatches:
+    """Stands for an evaluation loader without batches, so that its rank still takes part in the evaluation.
+
+    Lightning leaves out an evaluation whose loaders have length zero; the hooks and means of the other replicas would
+    wait.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def stand_in_for_empty(loader: Any, replicas: Communicator) -> Any:
+    """`loader`, or where only this replica has no batch of it, what stands for it.
+
+    Collectives: an all-gather of one number over `replicas`, the data-parallel axis on the CPU.
+    """
+    lengths = replicas.all_gather_object(sized_len(loader))
+    mine = lengths[replicas.rank]
+    return NoBatches(loader) if mine == 0 and any(lengths) else loader
+
+
+def check_equal_batches(mine: float, steps_left: float, replicas: Communicator) -> None:
+    """Replicas that train take the same number of batches of every epoch.
+
+    Args:
+        mine: Batches of this replica in an epoch.
+        steps_left: Batches until the training ends anyway.
+        replicas: The data-parallel axis on the CPU.
+
+    Collectives: an all-gather of one number over `replicas`.
+
+    Raises:
+        ConfigurationError: One would wait for another; raised on all.
+    """
+    numbers = replicas.all_gather_object(mine)
+    if len(set(numbers)) > 1 and min(numbers) < steps_left:
+        raise ConfigurationError(
+            f"the data-parallel replicas have {', '.join(f'{n:g}' for n in numbers)} training batches in an epoch. "
+            "They reduce gradients together after each, so the one with more would wait for ever. Give all the same "
+            "number: a DistributedSampler (or drop_last=True) in a loader that divides data itself, or "
+            f"Trainer(limit_train_batches={min(numbers):g})."
+        )
 
 
 @contextmanager

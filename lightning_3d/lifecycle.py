@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_3d.data import broadcast_batch, check_same_batch, first_batch, fit_loader_to_replicas, random_state_kept
+from lightning_3d.data import (
+    broadcast_batch,
+    check_equal_batches,
+    check_same_batch,
+    first_batch,
+    fit_loader_to_replicas,
+    random_state_kept,
+    stand_in_for_empty,
+)
 from lightning_3d.engine import Engine
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.gradients import clip, norm_of
@@ -27,10 +36,12 @@ from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.hang import HangReport
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
+from lightning_3d.observe.results import join_results
 from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
 from lightning_3d.probe import agree, own_parameters
 from lightning_3d.saving import Saving
 from lightning_3d.settings import Settings
+from lightning_3d.stopping import may_stop, stop_together
 from lightning_3d.suitability import (
     GRADIENT_HOOKS,
     ZERO_GRAD_HOOKS,
@@ -42,6 +53,7 @@ from lightning_3d.surrogate import surrogate_loss
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline import StepResult
+_ALLOWS_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -94,9 +106,20 @@ class Lifecycle(Saving):
 
     def process_dataloader(self, dataloader: object) -> object:
         mesh = self.mesh
-        return fit_loader_to_replicas(
+        loader = fit_loader_to_replicas(
             dataloader, mesh.at.dp, mesh.layout.dp, mesh.layout.world_size, pl_worker_init_function
         )
+        trainer: Any = self._module.trainer
+        owners = (self._module, trainer.datamodule)
+        if trainer.evaluating and any(getattr(o, _ALLOWS_EMPTY, False) for o in owners):
+            loader = stand_in_for_empty(loader, mesh.control)
+        return loader
+
+    def on_train_start(self) -> None:
+        trainer = self._module.trainer
+        left = inf if trainer.max_steps < 0 else (trainer.max_steps - trainer.global_step)
+        batches = left * trainer.accumulate_grad_batches
+        check_equal_batches(trainer.num_training_batches, batches, self.mesh.control)
 
     def _check_first_batches(self, step_name: str, batch: Any) -> None:
         """The first batch of every kind of step is compared inside the replica."""
@@ -142,7 +165,15 @@ class Lifecycle(Saving):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # tensors made in inference mode (buffers, caches) could not be used by a later `fit`
             loop.inference_mode = False
+        self._let_ranks_agree(trainer, module)
         self._load_pending()
+
+    def _let_ranks_agree(self, trainer: Any, module: Any) -> None:
+        """On what Lightning's loops decide on each rank by itself."""
+        if self.mesh.layout.dp > 1:
+            join_results(trainer, module, self.mesh.control, self.reduce)
+        if self.mesh.layout.world_size > 1 and may_stop(module, trainer.callbacks):
+            stop_together(trainer, partial(self.reduce_boolean_decision, all=False))
 
     def _clip(self, optimizer: Any, max_norm: float) -> None:
         clip(self.engine, getattr(optimizer, "_optimizer", optimizer), max_norm)

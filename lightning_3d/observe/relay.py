@@ -144,7 +144,7 @@ class Relay:
             if isinstance(first, nn.Module):
                 step_value = _step_value(first)
                 dtype = None if step_value is None else step_value.dtype
-                entries.append(_Entry(call.name, dtype, _path_of(first, module), _frozen(call.options)))
+                entries.append(_Entry(call.name, dtype, path_of(first, module), _frozen(call.options)))
                 packed.append(nan if step_value is None else step_value.to(self.device).double())
                 continue
             dtype = first.dtype if isinstance(first, Tensor) else None
@@ -188,7 +188,12 @@ def _step_value(metric: Any) -> Tensor | None:
     return value.reshape(()) if value.numel() == 1 else None
 
 
-def _path_of(metric: nn.Module, module: nn.Module) -> str:
+def path_of(metric: nn.Module, module: nn.Module) -> str:
+    """Name of a logged metric object inside the module.
+
+    Raises:
+        ValueError: It is no attribute of the module.
+    """
     for name, child in module.named_modules():
         if child is metric:
             return name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import itertools
 import pathlib
 import random
@@ -17,7 +18,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +97,26 @@ def globals_of(
             found += inside
             todo += [where[name] for where, name in inside]
     return found
+
+
+def mentions(functions: Iterable[Any], names: frozenset[str]) -> bool:
+    """Whether code among these, or that of functions it names, uses one of these names; libraries' is not looked at."""
+    todo, seen = list(functions), set()
+    while todo:
+        one = todo.pop()
+        if isinstance(one, functools.partial):
+            todo.append(one.func)
+            continue
+        one = getattr(one, "fget", None) or getattr(one, "__func__", one)
+        if isinstance(one, types.FunctionType):
+            one = inspect.unwrap(one)
+        if not isinstance(one, types.FunctionType) or one.__code__ in seen or is_library(one):
+            continue
+        seen.add(one.__code__)
+        if names.intersection(names_of(one.__code__)):
+            return True
+        todo += [space[name] for space, name in globals_of(one.__code__, one.__globals__)]
+    return False
 
 
 def held_attributes(value: Any) -> dict[str, Any] | None:

@@ -11,9 +11,7 @@ of torch (a kernel). One whose code reads sizes is tried on the very shapes it g
 
 from __future__ import annotations
 
-import inspect
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.probe.intercept import original_apply
-from lightning_3d.probe.reach import globals_of, is_library, names_of
+from lightning_3d.probe.reach import mentions
 from lightning_3d.tensor.operands import derive
 from lightning_3d.tensor.placement import NoRule
 from lightning_3d.tensor.registry import OWN_RULES, Args, Kwargs, words
@@ -99,19 +97,7 @@ def is_pointwise(function: type, rest: Args, device: torch.device | None = None,
 
 def _reads_sizes(function: Any) -> bool:
     """Its code, or that of functions it names, asks for numbers of elements."""
-    todo: list[Any] = [function.forward, function.backward, getattr(function, "setup_context", None)]
-    seen: set[types.CodeType] = set()
-    while todo:
-        one = todo.pop()
-        if isinstance(one, types.FunctionType):
-            one = inspect.unwrap(one)
-        if not isinstance(one, types.FunctionType) or one.__code__ in seen or is_library(one):
-            continue
-        seen.add(one.__code__)
-        if _SIZES.intersection(names_of(one.__code__)):
-            return True
-        todo += [space[name] for space, name in globals_of(one.__code__, one.__globals__)]
-    return False
+    return mentions((function.forward, function.backward, getattr(function, "setup_context", None)), _SIZES)
 
 
 def _experiment(function: type, rest: Args, device: torch.device, cut: Cut | None) -> bool:

@@ -5,7 +5,6 @@ N1 N8 N20 T1 T2 S1 S2 H1 H4 H5 H6 H8 H9 H10 H11 L6 U10 U12.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -120,21 +119,19 @@ def test_a_buffer_that_nothing_initialises_is_refused() -> None:
 # -- E12: what hangs elsewhere
 def test_replicas_with_other_numbers_of_validation_batches() -> None:
     """H1: three batches on one replica and one on the other; with none, Lightning ends the fit and says why."""
-    begin = time.monotonic()
     for metric, want, steps in launch(pipeline_cases.uneven_validation, 4, sizes(1, 2), 1):
         assert steps == 2
         assert metric == pytest.approx(want, rel=1e-9)
     with pytest.raises(DistributedError, match="`DataLoader` within local rank has zero length"):
         launch(pipeline_cases.uneven_validation, 4, sizes(1, 2), 0)
-    assert time.monotonic() - begin < 30
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="a replica that has logged nothing takes no part in the mean over the replicas")
 def test_a_replica_without_validation_batches() -> None:
     """H1, with Lightning's `allow_zero_length_dataloader_with_multiple_devices`."""
     arguments = (sizes(1, 2), 0, True)
-    run_distributed(pipeline_cases.uneven_validation, 4, *arguments, init_process_group=False, timeout=20)
+    for metric, want, steps in launch(pipeline_cases.uneven_validation, 4, *arguments):
+        assert steps == 2
+        assert metric == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize("how", ["large", "every_second", "leader_loss"])
@@ -152,16 +149,10 @@ def test_logging_in_some_steps_or_on_the_last_stage_reaches_every_rank(how: str)
 
 def test_logging_on_one_rank_is_refused_at_set_up() -> None:
     """H5: `if self.global_rank == 0: self.log(..., sync_dist=True)` does not hang: the ranks' steps differ."""
-    begin = time.monotonic()
     with pytest.raises(DistributedError, match=r"differs between the ranks .*global_rank == 0"):
         launch(pipeline_cases.logged, 2, sizes(1, 2), "leader")
-    assert time.monotonic() - begin < 30
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="nothing makes `trainer.should_stop` of one rank that of all", raises=AssertionError
-)
 @pytest.mark.parametrize("ranks", [(0,), (1,)])
 def test_one_rank_that_wants_to_stop_ends_all(ranks: tuple[int, ...]) -> None:
     """H6: `trainer.should_stop = True` on one rank, in the middle of an epoch: the same step everywhere."""
