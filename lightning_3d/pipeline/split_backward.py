@@ -13,7 +13,8 @@ themselves. What cannot be divided without doing work twice stays in the first h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,32 +57,36 @@ class WeightHalf:
         starts: list[GradientEdge] = []
         gradients: list[Tensor] = []
         for product, edges in self.branches.items():
+            leaves = [edge.node.variable for edge in edges if edge.node.name() == _LEAF]  # type: ignore[attr-defined]
             given = self.arrived.get(product)
             if given is None:  # no gradient came this way
                 continue
             outputs = [(k, g) for k, g in enumerate(given) if g is not None]
             handle = product.register_prehook(_replace_by(given))
             try:
-                found = torch.autograd.grad(
-                    [GradientEdge(product, k) for k, _ in outputs],
-                    edges,
-                    [g for _, g in outputs],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+                with _without_hooks(leaves):  # they fire in the backward below, on the sum of all ways
+                    found = torch.autograd.grad(
+                        [GradientEdge(product, k) for k, _ in outputs],
+                        edges,
+                        [g for _, g in outputs],
+                        retain_graph=True,
+                        allow_unused=True,
+                    )
             finally:
                 handle.remove()
             for edge, gradient in zip(edges, found, strict=True):
                 if gradient is not None:
                     starts.append(edge)
                     gradients.append(gradient)
+        captured = len(starts)
         for node, first, function in self.left:
             for number, of_weight in enumerate(function(), first):
                 if of_weight is not None:
                     starts.append(GradientEdge(*node.next_functions[number]))
                     gradients.append(of_weight)
         if starts:
-            torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self.weights)
+            with _once_hooked(starts[:captured], gradients[:captured]):
+                torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self.weights)
         if self.parts:
             torch.autograd.backward([s for s, _ in self.parts], [g for _, g in self.parts])
         self.branches.clear()
@@ -146,6 +151,41 @@ def _replace_by(given: Any) -> Callable[..., Any]:
     return hook
 
 
+@contextmanager
+def _without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
+    """A gradient that is only passed on does not count as one that arrives."""
+    hooks = [(w._backward_hooks, dict(w._backward_hooks)) for w in weights if w._backward_hooks]
+    for store, _ in hooks:
+        store.clear()
+    try:
+        yield
+    finally:
+        for store, content in hooks:
+            store.update(content)
+
+
+@contextmanager
+def _once_hooked(starts: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks on an expression of weights ran when its gradient was found; what they do again at the start is undone."""
+    found: dict[Node, dict[int, Tensor]] = defaultdict(dict)
+    for edge, gradient in zip(starts, gradients, strict=True):
+        if edge.node.name() != _LEAF:
+            found[edge.node][edge.output_nr] = gradient
+    handles = [node.register_prehook(_put_at(given)) for node, given in found.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _put_at(given: Mapping[int, Tensor]) -> Callable[..., Any]:
+    def hook(gradients: Any) -> Any:
+        return tuple(given.get(number, gradient) for number, gradient in enumerate(gradients))
+
+    return hook
+
+
 class _Graph:
     """The autograd graph of one window.
 
@@ -170,12 +210,21 @@ class _Graph:
     def divide(self) -> tuple[list[_Branch], dict[int, Tensor]]:
         """The branches weights can wait on, and the weights (by id) that must be done in the first half."""
         parents: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+        others: set[tuple[Node, int]] = set()
         for node in self._order:
-            if node in self.to_leaf:
-                for child, number in _edges(node):
-                    if child not in self.to_leaf:
-                        parents[child, number].append(node)
-        good = {key: of[0] for key, of in parents.items() if len(of) == 1 and (_is_product(of[0]) or _can_wait(of[0]))}
+            for child, number in _edges(node):
+                if node not in self.to_leaf:
+                    others.add((child, number))
+                elif child not in self.to_leaf:
+                    parents[child, number].append(node)
+        good = {
+            key: of[0]
+            for key, of in parents.items()
+            if len(of) == 1
+            and (_is_product(of[0]) or _can_wait(of[0]))
+            # hooks on an expression of weights that is also used elsewhere want the sum of all ways
+            and (key not in others or key[0].name() == _LEAF)
+        }
         while True:
             now: dict[int, Tensor] = {}
             for child, number in parents:

@@ -99,3 +99,50 @@ def test_column_layers_leave_their_weights() -> None:
     half.run()
     for name, parameter in net.named_parameters():
         assert relative_error(parameter.grad, want[name]) <= 1e-12, name
+
+
+class Hooked(nn.Module):
+    """Every way a product meets a weight: itself, transposed, an expression of it, and both at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(8, 8), nn.Conv1d(1, 1, 3, padding=1)
+        self.plain, self.masked, self.twice, self.split = (nn.Parameter(torch.randn(8, 8)) for _ in range(4))
+        self.calls: dict[str, int] = {}
+        for name, parameter in self.named_parameters():
+            parameter.register_hook(self.clamp(name))
+
+    def clamp(self, name: str) -> Any:
+        """Not linear, so that a hook on a part of a gradient is seen."""
+
+        def hook(gradient: Tensor) -> Tensor:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return gradient.clamp(-0.3, 0.4) * 3
+
+        return hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(self.linear(x.tanh())[:, None])[:, 0] @ self.plain
+        masked, shared = self.masked * torch.ones(8, 8).triu(), self.split * 2
+        for expression in (masked, shared):
+            expression.register_hook(lambda g: g.clamp(-0.2, 0.3) * 2)
+        x = x @ masked + (x @ self.twice) @ self.twice.T
+        return x @ shared + (x @ (shared + 1)).sin()
+
+
+def test_hooks_on_weights_fire_once_on_the_whole_gradient() -> None:
+    """Broken before: on a weight that is itself an operand (a bias, `x @ w`, a kernel) a hook ran twice."""
+    torch.manual_seed(0)
+    net, x = Hooked().double(), torch.randn(3, 8).double().requires_grad_()
+    net(x).sum().backward()
+    want, calls = {n: p.grad for n, p in net.named_parameters()}, dict(net.calls)
+    net.zero_grad()
+    net.calls.clear()
+    x.grad = None
+    out = net(x)
+    half = input_half([(edge_of(out), torch.ones_like(out))], [x])
+    assert net.plain.grad is None
+    half.run()
+    for name, parameter in net.named_parameters():
+        assert relative_error(parameter.grad, want[name]) <= 1e-12, name
+    assert net.calls == calls
