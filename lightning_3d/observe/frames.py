@@ -64,12 +64,21 @@ def stack_text(frames: list[FrameType]) -> str:
     """The innermost lines, as in a traceback, without those of `nn.Module.__call__`."""
     if not frames:
         return "  (no Python code runs)"
-    shown = [s for s in traceback.extract_stack(frames[0]) if not s.filename.endswith("torch/nn/modules/module.py")]
+    # not `extract_stack`, which fails on a frame without a line
+    found = traceback.StackSummary.extract((frame, line_of(frame)) for frame in reversed(frames))
+    shown = [s for s in found if not s.filename.endswith("torch/nn/modules/module.py")]
     return "".join(traceback.format_list(shown[-_STACK:])).rstrip()
 
 
+def line_of(frame: FrameType) -> int:
+    """The line a frame is at; 0 while it is between two lines, which a look from another thread may meet."""
+    line: int | None = frame.f_lineno
+    return line or 0
+
+
 def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})"
+    line = line_of(frame)
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}{f', line {line}' if line else ''})"
 
 
 def blocked_in(frames: list[FrameType], mesh: Mesh) -> Wait | None:
@@ -87,7 +96,7 @@ def blocked_in(frames: list[FrameType], mesh: Mesh) -> Wait | None:
     for frame in frames:
         if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py") and "group" in frame.f_locals:
             return _collective(mesh, frame.f_code.co_name, "called outside of lightning_3d", frame.f_locals["group"])
-    if frames and ".wait(" in linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno):
+    if frames and ".wait(" in linecache.getline(frames[0].f_code.co_filename, line_of(frames[0])):
         # a reduction that was started earlier and is waited for now
         reduced = any(f"{_PACKAGE}/zero/" in f.f_code.co_filename for f in frames)
         return _collective(mesh, "a reduction", "over dp", mesh.data.group) if reduced else None
