@@ -97,10 +97,11 @@ def _check_values(settings: Settings) -> None:
             raise ConfigurationError(f"num_microbatches is {microbatches!r}; it must be 'auto' or an integer.")
         if microbatches < 1:
             raise ConfigurationError(f"num_microbatches is {microbatches}; it must be at least 1.")
-    if isinstance(settings.pipeline_split, str) and settings.pipeline_split not in ("auto", "measured"):
+    if not _is_split(settings.pipeline_split):
         raise ConfigurationError(
             f"pipeline_split is {settings.pipeline_split!r}; it must be 'auto', 'measured' or a list with the name of "
-            "the first module of every stage but the first."
+            "the first module of every part but the first, as named_modules() spells it (['layers.6', 'layers.12'] for "
+            "three parts)."
         )
     if settings.hang_report_after is not None and not settings.hang_report_after > 0:
         raise ConfigurationError(
@@ -116,6 +117,12 @@ def _check_values(settings: Settings) -> None:
                 f"tensor_parallel_plan: {kind!r} for {pattern!r} is not one of {', '.join(DEMANDS)}."
                 + near(str(kind), DEMANDS)
             )
+
+
+def _is_split(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("auto", "measured")
+    return isinstance(value, Sequence) and all(isinstance(name, str) for name in value)
 
 
 def _given(settings: dict[str, bool]) -> str:

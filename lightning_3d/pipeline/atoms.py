@@ -48,16 +48,24 @@ def find_atoms(module: nn.Module, stages: int, closed: tuple[str, ...] = ()) -> 
     return dict(atoms.values())
 
 
-def check_split_names(names: list[str], module: nn.Module, stages: int) -> None:
-    """Raise unless `names` are modules, one for each stage after the first.
+def check_split_names(names: list[str], module: nn.Module, parts: int, stages: int) -> None:
+    """Raise unless `names` are modules, one for each part after the first.
+
+    Args:
+        names: First module of every part but the first.
+        module: The root.
+        parts: Into how many parts the model is cut: one per stage, more with virtual stages.
+        stages: Number of pipeline stages.
 
     Raises:
         PipelineError: A wrong count, or a name that is no module.
     """
-    if len(names) != stages - 1:
+    if len(names) != parts - 1:
+        what = f"{parts} stages" if parts == stages else f"{parts} parts on {stages} stages"
         raise PipelineError(
-            f"pipeline_split names {len(names)} modules ({names}), but {stages} stages have {stages - 1} boundaries: "
-            "name the first module of every stage but the first."
+            f"pipeline_split names {len(names)} module{'s'[: len(names) != 1]} ({names}), but {what} have {parts - 1} "
+            f"{'boundary' if parts == 2 else 'boundaries'}: name the first module of every "
+            f"{'stage' if parts == stages else 'part'} but the first."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in names:

@@ -128,7 +128,7 @@ def _buffer_windows(trace: Trace, window_of: list[int], windows: list[Window]) -
 
 
 # -- where to cut for training
-def automatic_starts(trace: Trace, parts: int) -> list[int]:
+def automatic_starts(trace: Trace, parts: int, stages: int | None = None) -> list[int]:
     """Contiguous parts of the atom calls with the smallest largest cost; ties by the bytes that cross.
 
     Raises:
@@ -137,7 +137,7 @@ def automatic_starts(trace: Trace, parts: int) -> list[int]:
     calls = trace.calls()
     legal = [i for i, (n, _) in enumerate(calls) if i and trace.forbidden(n) is None]
     if len(legal) < parts - 1:
-        raise _too_few_pieces(trace, parts, len(legal) + 1)
+        raise _too_few_pieces(trace, parts, stages or parts, len(legal) + 1)
     points = [0, *legal, len(calls)]
     before = [0.0]
     for first, last in itertools.pairwise(points):
@@ -174,7 +174,7 @@ def smallest_maximum(before: list[float], crossing: list[float], parts: int, tol
     return best[parts, end][2][1:]
 
 
-def stages_of_pieces(trace: Trace, owners: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def stages_of_pieces(trace: Trace, owners: Sequence[int], stages: int | None = None) -> dict[str, tuple[int, ...]]:
     """Parameter -> stages, for a step that calls its pieces several times: each piece once, by the cost of all calls.
 
     Pieces are dealt to the windows in the order of their first call; parameters of glue code go to the piece called
@@ -185,7 +185,7 @@ def stages_of_pieces(trace: Trace, owners: Sequence[int]) -> dict[str, tuple[int
     """
     names = list(dict.fromkeys(trace.call_names()))
     if len(names) < len(owners):
-        raise _too_few_pieces(trace, len(owners), len(names))
+        raise _too_few_pieces(trace, len(owners), stages or len(owners), len(names))
     costs = dict.fromkeys(names, 0.0)
     piece_of: dict[str, str] = {}
     current = names[0]
@@ -230,14 +230,17 @@ def named_starts(trace: Trace, names: list[str]) -> list[int]:
     return starts
 
 
-def _too_few_pieces(trace: Trace, stages: int, pieces: int) -> PipelineError:
+def _too_few_pieces(trace: Trace, parts: int, stages: int, pieces: int) -> PipelineError:
     reasons = list(dict.fromkeys(f"{n.why} (events {n.first} to {n.last})" for n in trace.no_cut))
     why = f" No boundary is possible inside: {'; '.join(reasons)}." if reasons else ""
     names = ", ".join(trace.call_names()) or "no module with parameters is called"
+    asked, instead = f"{stages} pipeline stages (pipeline_parallel_size)", "a smaller pipeline_parallel_size"
+    if parts > stages:
+        asked = f"{parts} parts on {stages} pipeline stages (several on each: virtual_pipeline_size, zb_v)"
+        instead = "smaller sizes, a schedule without virtual stages"
     return PipelineError(
-        f"{stages} pipeline stages (pipeline_parallel_size x virtual_pipeline_size) were asked for, but {trace.step} "
-        f"offers only {pieces} piece{'s' if pieces > 1 else ''}: {names}.{why} Use smaller sizes, or give the model "
-        "more modules that are called one after the other."
+        f"{asked} were asked for, but {trace.step} offers only {pieces} piece{'s' if pieces > 1 else ''}: "
+        f"{names}.{why} Use {instead}, or give the model more modules that are called one after the other."
     )
 
 

@@ -58,7 +58,7 @@ def make_plan(
     owners = tuple(range(stages)) if owners is None else tuple(owners)
     if not isinstance(split, str):
         names = list(split)
-        check_split_names(names, module, len(owners))
+        check_split_names(names, module, len(owners), stages)
         atoms = atoms_for_split(module, len(owners), names)
         trace = tracer(atoms)
         return _placed(module, atoms, trace, named_starts(trace, names), stages, owners)
@@ -71,7 +71,7 @@ def make_plan(
         trace = tracer(atoms)
     if split == "measured" and measure is not None:
         measure(trace, atoms)
-    return _placed(module, atoms, trace, automatic_starts(trace, len(owners)), stages, owners)
+    return _placed(module, atoms, trace, automatic_starts(trace, len(owners), stages), stages, owners)
 
 
 def _placed(
@@ -89,7 +89,7 @@ def _placed(
     if _walks_again(partition):
         # every piece to one stage, and the walk goes round as often as the step does
         names, ordinals = (), ()
-        placed = stages_of_pieces(trace, owners)
+        placed = stages_of_pieces(trace, owners, stages)
         partition = make_partition(trace, owned_windows(trace, Held(stages, placed, owners=owners)), stages)
     held = [set(found) for found in partition.held]
     by_id = {id(p): n for n, p in module.named_parameters()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import find_atoms, trace
+from lightning_3d.pipeline.atoms import check_split_names
 from lightning_3d.pipeline.events import Event, NoCut, TensorMeta, Trace
 from lightning_3d.pipeline.partition import (
     Held,
@@ -20,6 +21,7 @@ from lightning_3d.pipeline.partition import (
     named_starts,
     owned_windows,
     place_unused,
+    stages_of_pieces,
     windows_from_starts,
 )
 from tests.pipeline.zoo import GPT, MLP, HiddenStates, Module, UNet, batch_of, build
@@ -71,6 +73,18 @@ def test_no_cut_intervals_are_respected() -> None:
     made.no_cut.append(NoCut(0, 5, "all one"))
     with pytest.raises(PipelineError, match=r"offers only 1 piece: a0, a1, .*all one \(events 0 to 5\)"):
         automatic_starts(made, 2)
+
+
+def test_messages_tell_parts_from_stages() -> None:
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
+    with pytest.raises(PipelineError, match=r"4 parts on 2 stages have 3 boundaries: .* of every part but the first"):
+        check_split_names(["1"], module, 4, 2)
+    with pytest.raises(PipelineError, match=r"names 2 modules .* but 2 stages have 1 boundary: .* of every stage but"):
+        check_split_names(["1", "2"], module, 2, 2)
+    with pytest.raises(PipelineError, match=r"4 parts on 2 pipeline stages .*offers only 3 pieces.* virtual stages"):
+        automatic_starts(_chain([1] * 3), 4, 2)
+    with pytest.raises(PipelineError, match=r"4 pipeline stages .*offers only 3 pieces.* a smaller pipeline_parallel"):
+        stages_of_pieces(_chain([1] * 3), range(4), 4)
 
 
 def test_messages_go_straight_from_owner_to_user() -> None:

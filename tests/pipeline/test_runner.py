@@ -525,7 +525,7 @@ def _errors() -> None:
         _runner(module, mesh, batch)
     assert not any(is_absent(p) for p in module.parameters())
     for split, words in (
-        (["net.5", "net.6"], "2 stages have 1 boundaries"),
+        (["net.5", "net.6"], "2 stages have 1 boundary"),
         (["net.55"], r"Did you mean"),
         (["net.0"], "nothing is called before it"),
     ):

@@ -30,6 +30,11 @@ preload("tests.models")
         ({"num_microbatches": 4}, ["num_microbatches=4", "pipeline_parallel_size=1"]),
         ({"pipeline_schedule": "gpipe"}, ["pipeline_schedule='gpipe'", "pipeline_parallel_size=1"]),
         ({"pipeline_split": ["a"]}, ["pipeline_split", "pipeline_parallel_size=1"]),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_split": None},
+            ["pipeline_split is None", "'auto', 'measured' or a list"],
+        ),
+        ({"pipeline_parallel_size": 2, "pipeline_split": [4]}, ["pipeline_split is [4]", "named_modules()"]),
         ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor_parallel_size=1"]),
         ({"tensor_parallel_plan": {"a": "row"}}, ["tensor_parallel_plan", "tensor_parallel_size=1"]),
         ({"strict_tensor_parallel": 0.5}, ["strict_tensor_parallel=0.5", "tensor_parallel_size=1"]),
