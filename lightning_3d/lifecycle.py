@@ -41,6 +41,7 @@ from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clippi
 from lightning_3d.probe import agree, own_parameters
 from lightning_3d.saving import Saving
 from lightning_3d.settings import Settings
+from lightning_3d.skipping import SKIPPED, Skips, drop_gradients, let_steps_be_skipped
 from lightning_3d.stopping import may_stop, stop_together
 from lightning_3d.suitability import (
     GRADIENT_HOOKS,
@@ -72,6 +73,7 @@ class Lifecycle(Saving):
         self._checked: set[str] = set()
         self._relay: Relay | None = None
         self._torch_norm: GlobalTorchNorm | None = None
+        self._skips: Skips | None = None
 
     # -- failures
     def _watch_failures(self) -> None:
@@ -160,6 +162,10 @@ class Lifecycle(Saving):
             self.engine.shard(self.optimizers, watched)
             self._torch_norm = GlobalTorchNorm(partial(norm_of, self.engine))
             self._torch_norm.install()
+            self._skips = None
+            if module.automatic_optimization and (self.engine.runner is not None or self.mesh.layout.dp == 1):
+                self._skips = Skips(self.mesh.control)
+                let_steps_be_skipped(trainer)
         self.setup_precision_plugin()
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -265,7 +271,8 @@ class Lifecycle(Saving):
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if engine.runner is None:
             self._zero.begin()
-            return engine.direct_step("training_step", args, number)
+            out = engine.direct_step("training_step", args, number)
+            return SKIPPED if out is None and self._skips is not None else out
         if trainer.fit_loop._skip_backward:
             return self._shared(self._evaluate("training_step", args), training=True)[0]
         scale = 1.0 / trainer.accumulate_grad_batches
@@ -275,8 +282,13 @@ class Lifecycle(Saving):
         with self._relay.step():
             watched = is_overridden(self._module, trainer.callbacks, ZERO_GRAD_HOOKS)
             result = engine.pipeline_train(args[0], batch_idx, scale, last, watched, number)
+        if self._skips is not None and self._relay.is_leader:
+            result.loss = self._skips.settle(result.loss, last, self.mesh.device)
         loss, outputs = self._shared(result, training=True)
-        assert loss is not None
+        if loss is None:
+            if last:
+                drop_gradients(self._zero)
+            return SKIPPED
         loss = surrogate_loss(loss, self._zero, scale, last)
         return {**outputs, "loss": loss} if isinstance(outputs, dict) else loss
 
