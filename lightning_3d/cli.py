@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     export = actions.add_parser("export", help="write one file that plain Lightning or safetensors can read")
     export.add_argument("path", type=Path)
     export.add_argument("out", type=Path, help="a .ckpt or .safetensors file")
+    export.add_argument(
+        "--prefix", default="", help="only weights that begin with it, without it (.safetensors; for example model.)"
+    )
     export.set_defaults(run=_export)
 
     timeline = commands.add_parser("timeline", help="draw the recorded pipeline of a run")
@@ -136,7 +139,7 @@ def _export(args: argparse.Namespace) -> int:
             f"{str(args.path)!r} is one file, so it is a plain checkpoint already: load_from_checkpoint and "
             "trainer.fit(..., ckpt_path=...) read it as it is. export makes such a file of a checkpoint directory."
         )
-    export_checkpoint(args.path, args.out)
+    export_checkpoint(args.path, args.out, args.prefix)
     show(f"wrote {args.out}")
     return 0
 

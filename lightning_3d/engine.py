@@ -40,6 +40,7 @@ from lightning_3d.tensor import (
     TensorPlan,
     cut_optimizer_state,
     function_guard,
+    mark_state_dicts,
     plan_tensor_parallel,
     rewrite,
     whole,
@@ -158,6 +159,7 @@ class Engine:
         shared = {d.placement.copies for d in self.tensor_plan.decisions.values() if d.placement is not None}
         self.tensor_group.parts = {c: self.mesh.tensor_part(c) for c in sorted(shared) if c > 1}
         rewrite(self.module, self.tensor_plan, self.tensor_group)
+        mark_state_dicts(self.module, self.global_shapes, self.mesh.at.tp, self.layout.tp)
         if self.settings.record:
             self.recording = Recording(self.module, self.tensor_group)
         elif self.mesh.rank == 0:

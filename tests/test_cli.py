@@ -104,11 +104,11 @@ def test_python_m_is_the_command() -> None:
 def test_checkpoint_commands_call_the_checkpoint_room(monkeypatch, capsys) -> None:
     calls = []
     monkeypatch.setattr("lightning_3d.checkpoint.inspect_checkpoint", lambda path: f"contents of {path}")
-    monkeypatch.setattr("lightning_3d.checkpoint.export_checkpoint", lambda path, out: calls.append((path, out)))
+    monkeypatch.setattr("lightning_3d.checkpoint.export_checkpoint", lambda *args: calls.append(args))
     assert cli.main(["checkpoint", "inspect", "run/last"]) == 0
     assert capsys.readouterr().out == "contents of run/last\n"
     assert cli.main(["checkpoint", "export", "run/last", "model.ckpt"]) == 0
-    assert calls == [(Path("run/last"), Path("model.ckpt"))]
+    assert calls == [(Path("run/last"), Path("model.ckpt"), "")]
 
 
 def test_exporting_a_plain_file_says_that_it_is_plain(tmp_path, capsys) -> None:

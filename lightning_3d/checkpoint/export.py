@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_3d.checkpoint.load import PATH_KEY, _read, read_rest
 from lightning_3d.checkpoint.save import FORMAT_KEY
 from lightning_3d.checkpoint.state import numbered_groups
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, near
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> str:
@@ -36,18 +36,20 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> str:
     return "\n".join(lines)
 
 
-def export_checkpoint(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+def export_checkpoint(path: str | os.PathLike[str], out: str | os.PathLike[str], prefix: str = "") -> Path:
     """Write a checkpoint directory as one plain file.
 
     Args:
         path: The directory.
         out: A `.ckpt` file (as Lightning writes on one device, with optimizer states) or `.safetensors` (weights).
+        prefix: Write only the weights whose names begin with it, without it: with `"model."` those of `self.model`,
+            under the names it has by itself. Only for `.safetensors`.
 
     Returns:
         The file.
 
     Raises:
-        ConfigurationError: The ending is neither of the two.
+        ConfigurationError: The ending is neither of the two, or nothing begins with the prefix.
     """
     target = Path(out)
     if target.suffix not in (".ckpt", ".safetensors"):
@@ -55,8 +57,14 @@ def export_checkpoint(path: str | os.PathLike[str], out: str | os.PathLike[str])
     if target.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file({k: v.contiguous().clone() for k, v in _model(path).items()}, target)
+        weights = {k: v.contiguous().clone() for k, v in _below(prefix, _model(path)).items()}
+        save_file(weights, target, metadata={"format": "pt"})  # Hugging Face reads no file without it
         return target
+    if prefix:
+        raise ConfigurationError(
+            f"prefix {prefix!r} with {target.name!r}: a .ckpt is read by the LightningModule and keeps its names. "
+            "Export to .safetensors."
+        )
     checkpoint = read_rest(path, weights_only=False)
     checkpoint.pop(PATH_KEY)
     checkpoint.pop(FORMAT_KEY)
@@ -109,6 +117,17 @@ def _whole_tensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Tenso
 
 def _model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return _whole_tensors(path, "model.")
+
+
+def _below(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {key[len(prefix) :]: value for key, value in weights.items() if key.startswith(prefix)}
+    if not found:
+        firsts = sorted({f"{key.split('.')[0]}." for key in weights if "." in key})
+        raise ConfigurationError(
+            f"no weight of the checkpoint begins with {prefix!r}; they begin with {', '.join(firsts)}."
+            + near(prefix, firsts)
+        )
+    return found
 
 
 def _optimizer(path: str | os.PathLike[str], index: int, entry: dict[str, Any]) -> dict[str, Any]:

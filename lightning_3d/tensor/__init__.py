@@ -28,6 +28,7 @@ from lightning_3d.tensor.registry import register_rule
 from lightning_3d.tensor.rewrite import cut_optimizer_state, original_class, rewrite
 from lightning_3d.tensor.sharded import ShardedTensor, local, map_local, placement, whole, wrap
 from lightning_3d.tensor.simulate import ThreadCommunicator, run_simulated
+from lightning_3d.tensor.state_part import StatePart, mark_state_dicts
 from lightning_3d.tensor.verify import NothingToProve, TensorReport, verify_tensor_plan
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "PlanRow",
     "RowParallelLinear",
     "ShardedTensor",
+    "StatePart",
     "TensorGroup",
     "TensorPlan",
     "TensorReport",
@@ -50,6 +52,7 @@ __all__ = [
     "function_guard",
     "local",
     "map_local",
+    "mark_state_dicts",
     "original_class",
     "placement",
     "plan_tensor_parallel",
