@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.pipeline import sharding
+from lightning_3d.probe.saved import Held, Saved
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.partition import Partition, Window
@@ -176,7 +177,7 @@ class Trace:
         overwritten: Values changed in place after they were made (a copy must be kept of what is sent).
         step_metrics: torchmetrics metrics that `self.log` got with `on_step`.
         touched: Modules whose Python attributes glue code changed.
-        changed: Tensors (buffers, attributes) that glue code changed in place.
+        pieces: The Python state that glue code changed: attributes, containers, objects, tensors in place.
         changed_buffers: Names of registered buffers whose values the step changed, in glue code or in atoms.
         python_random: Glue code drew from `random` or numpy.
         looks_at_python: Glue code computed with the batch's index, or looked at the epoch, the step or the Trainer.
@@ -197,7 +198,7 @@ class Trace:
     overwritten: set[Vid] = field(default_factory=set)
     step_metrics: list[Any] = field(default_factory=list)
     touched: list[nn.Module] = field(default_factory=list)
-    changed: list[Tensor] = field(default_factory=list)
+    pieces: list[Saved] = field(default_factory=list)
     changed_buffers: list[str] = field(default_factory=list)
     python_random: bool = False
     looks_at_python: bool = False
@@ -217,6 +218,12 @@ class Trace:
     def random(self) -> bool:
         """Whether the step draws random numbers; asked once the trace is complete."""
         return self.python_random or any(event.random for event in self.events)
+
+    @cached_property
+    def remembered(self) -> list[Saved]:
+        """`pieces`, and the attributes in which atoms leave tensors."""
+        left = {(id(m), name): m for event in self.events for m, name in event.attributes}
+        return [*self.pieces, *(Held(m.__dict__, name) for (_, name), m in left.items())]
 
     def branch_point(self) -> int:
         """The path may depend on values all ranks know (padding masks, random numbers) before this event; 0: never."""

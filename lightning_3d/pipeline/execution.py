@@ -17,9 +17,9 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.events import Trace, Vid
 from lightning_3d.pipeline.glue import surroundings
+from lightning_3d.pipeline.glue_state import GlueState
 from lightning_3d.pipeline.looks import open_modules
 from lightning_3d.pipeline.partition import Partition
-from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.pipeline.split_backward import WeightHalf, edge_of, input_half
 from lightning_3d.pipeline.stage import StageRun
@@ -40,6 +40,7 @@ class Program:
         tensor_group: Tensor-parallel group, or None.
         forward_context: Entered around every forward (autocast), never around a backward.
         around: Entered around all windows and backwards of a batch (activation checkpointing).
+        state: What glue code remembers.
         running: `run` is open: what all windows of a batch need is in place.
     """
 
@@ -48,6 +49,7 @@ class Program:
     generators: Randomness
     tensor_group: Any
     forward_context: Callable[[], AbstractContextManager[Any]]
+    state: GlueState
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     running: bool = False
     metrics: list[Metric] = field(init=False)
@@ -72,15 +74,14 @@ class Program:
                 self.running = False
 
     @contextmanager
-    def randomness(self, trace: Trace, seeds: Seeds, window: int) -> Iterator[None]:
-        """The generators of one window."""
-        if not self.running:
-            with self.generators.window(seeds, window):
-                yield
-            return
-        if trace.random:
-            self.generators.seed_window(seeds, window)
-        yield
+    def randomness(self, trace: Trace, seeds: Seeds, window: int, last: bool) -> Iterator[None]:
+        """The generators of one window; `last`: the step comes to its end in it."""
+        with nullcontext() if self.running else self.generators.window(seeds, window):
+            if self.running and trace.random:
+                self.generators.seed_window(seeds, window)
+            yield
+            if last and trace.random and seeds.microbatch == 0:
+                self.generators.keep()
 
 
 @dataclass
@@ -126,10 +127,10 @@ def forward(
         randomness=program.generators,
         fetch=fetch,
     )
-    final_stage = partition.windows[-1].stage == partition.windows[window].stage
     with (
-        program.randomness(partition.trace, seeds, window),
-        untouched_state(program, partition, not run.last, final_stage),
+        program.randomness(partition.trace, seeds, window, run.last),
+        program.state.window(partition, window, seeds.microbatch),
+        nullcontext() if run.last else untouched_metrics(program),
         nullcontext() if program.running else sharding.guarded(),
         program.forward_context(),
         program.step_values.collecting(run.known, run.paused) if run.last else nullcontext(),
@@ -139,17 +140,11 @@ def forward(
 
 
 @contextmanager
-def untouched_state(program: Program, partition: Partition, active: bool, replayed: bool) -> Iterator[None]:
-    """Windows before the last leave no trace in metrics, and no phantoms in attributes.
-
-    Args:
-        active: False in the last window: what the user's code does there is what it does.
-        replayed: The same rank runs the last window later, which does everything again: put all back.
-    """
-    if not active or not (program.metrics or partition.trace.touched):
+def untouched_metrics(program: Program) -> Iterator[None]:
+    """torchmetrics metrics are as before at the end: only the last window, which sees all, may update them."""
+    if not program.metrics:
         yield
         return
-    touched = ModuleState(program.module, partition.trace.touched)
     metrics = ModuleState(program.module, program.metrics)
     states = [x for m in program.metrics for x in tree_flatten([m.__dict__.get(k) for k in m._defaults])[0]]
     inference = torch.is_inference_mode_enabled()
@@ -159,14 +154,9 @@ def untouched_state(program: Program, partition: Partition, active: bool, replay
         yield
     finally:
         metrics.restore()
-        touched.restore(None if replayed else _holds_phantom)
         with torch.no_grad():
             for x, before in values:
                 x.copy_(before)
-
-
-def _holds_phantom(value: Any) -> bool:
-    return any(isinstance(x, Phantom) for x in tree_flatten(value)[0])
 
 
 def loss_of(out: Any, step_name: str) -> Tensor | None:

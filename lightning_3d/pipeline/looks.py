@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.pipeline.holders import is_opaque
 from lightning_3d.probe import SharedPatch
 
 _PROPERTIES = ("current_epoch", "global_step", "trainer")
 _SIMPLE = (bool, int, float, str, type(None))
-_SKIPPED = ("training", "forward", "log", "log_dict", "_trainer", "_fabric", "_current_fx_name")
+NOT_THE_USERS = ("training", "forward", "log", "log_dict", "_trainer", "_fabric", "_current_fx_name")
 
+_FEW = 4
 _thread = threading.local()
 _patches: dict[tuple[type, str], SharedPatch] = {}
 
@@ -103,7 +104,21 @@ def open_modules(module: nn.Module, atoms: Iterable[nn.Module]) -> list[nn.Modul
 
 def plain_state(modules: Iterable[nn.Module]) -> object:
     """Plain attributes of modules, and of the plain objects they hold (a config)."""
-    return [(key, _plain(value)) for m in modules for key, value in m.__dict__.items() if key not in _SKIPPED]
+    return [(key, _plain(value)) for m in modules for key, value in m.__dict__.items() if key not in NOT_THE_USERS]
+
+
+def named_state(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, object]:
+    """The same under names, for messages; tensors of a few numbers with their values."""
+    names = {id(m): n for n, m in root.named_modules()}
+    found: dict[str, object] = {}
+    for m in modules:
+        own = {**m.__dict__, **m._buffers}
+        for key, value in own.items():
+            if key in NOT_THE_USERS or key.startswith("_"):
+                continue
+            shown = value.tolist() if isinstance(value, Tensor) and value.numel() <= _FEW else _plain(value)
+            found[".".join(filter(None, (names.get(id(m), ""), key)))] = shown
+    return found
 
 
 def _plain(value: Any, depth: int = 1) -> object:

@@ -7,23 +7,24 @@ value (or to its end); where it leaves the trace, the microbatch gets a trace of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import DivergedError, PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.events import Trace, Vid
-from lightning_3d.pipeline.execution import Program, untouched_state
+from lightning_3d.pipeline.execution import Program, untouched_metrics
 from lightning_3d.pipeline.glue import Unwind
+from lightning_3d.pipeline.glue_state import put_back
 from lightning_3d.pipeline.partition import Partition, Window
 from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.rng import Seeds
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.trace import Contents
-from lightning_3d.probe import ModuleState, PythonState
+from lightning_3d.probe import ModuleState, python_state
 
 
 class PathRun(StageRun):
@@ -82,14 +83,12 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
         partition, 1, {}, module=program.module, atoms=program.atoms, seeds=seeds,
         tensor_group=program.tensor_group, randomness=program.generators,
     )  # fmt: skip
-    saved = [(x, x.clone()) for x in trace.changed]
-    iterators = PythonState(program.module, counters=False) if whole else None
-    state = ModuleState(program.module, program.open_modules) if whole else None
-    contents = Contents(program.open_modules) if whole else None
     try:
         with (
+            _whole_state(program) if whole else nullcontext(),
+            put_back(trace.remembered),
             program.generators.window(seeds, 1),
-            untouched_state(program, partition, True, True),
+            untouched_metrics(program),
             sharding.guarded(),
             program.forward_context(),
         ):
@@ -98,11 +97,15 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
         raise
     except Exception:  # the user's code on another path: its own trace will raise what is really wrong
         return False
-    finally:
-        if state is not None and contents is not None and iterators is not None:
+
+
+@contextmanager
+def _whole_state(program: Program) -> Iterator[None]:
+    """Another path may change other things than the known one does: put back all Python state."""
+    with python_state(program.module, closed=program.atoms.values()):
+        state, contents = ModuleState(program.module, program.open_modules), Contents(program.open_modules)
+        try:
+            yield
+        finally:
             state.restore()
             contents.restore()
-            iterators.close()
-        with torch.no_grad():
-            for x, before in saved:
-                x.copy_(before)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.batch_tree import signature
@@ -17,7 +18,8 @@ from lightning_3d.pipeline.changes import warn_of_changed_buffers
 from lightning_3d.pipeline.costs import measure
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import TRAINING, Program
-from lightning_3d.pipeline.looks import Looks, plain_state, watched
+from lightning_3d.pipeline.glue_state import GlueState, name_of
+from lightning_3d.pipeline.looks import Looks, named_state, plain_state, watched
 from lightning_3d.pipeline.partition import Held, Partition
 from lightning_3d.pipeline.path import follows
 from lightning_3d.pipeline.planning import Split, cut, make_plan
@@ -78,7 +80,10 @@ class Plans:
 
         plan = make_plan(self.module, self.mesh.layout.pp, split, tracer, owners, partial(measure, mesh=self.mesh))
         self._memory.learn(plan.atoms)
-        self.program = Program(self.module, plan.atoms, self._randomness, self._tensor_group, self._forward_context)
+        state = GlueState(self.module, self.mesh.at.pp)
+        self.program = Program(
+            self.module, plan.atoms, self._randomness, self._tensor_group, self._forward_context, state
+        )
         # batches differ between replicas; the placement of parameters must not
         self.held = Held(*self.mesh.data.broadcast_object(plan.held, 0))
         partition = self._agreed(step_name, plan.trace)
@@ -90,14 +95,55 @@ class Plans:
     ) -> list[Partition]:
         """The partition of every microbatch of a batch; all ranks of a replica find the same ones.
 
-        Collectives: for every path that is new, a digest over the replica (8 bytes).
+        Collectives: over the replica an all-gather of one number per microbatch, and for every path that is new a
+        digest (8 bytes).
+
+        Raises:
+            PipelineError: The ranks disagree, since they remember different things.
         """
         circumstances = self._circumstances(step_name, args)
+        found: list[Partition] = []
         before: dict[Any, Partition] = {}
-        return [
-            self._partition(step_name, m, args, s, circumstances, before)
-            for m, s in zip(microbatches, seeds, strict=True)
-        ]
+        while True:
+            chosen = []
+            for number in range(len(found), len(microbatches)):
+                index, partition = self._known(
+                    step_name, microbatches[number], args, seeds[number], circumstances, before
+                )
+                chosen.append(index)
+                if partition is None:
+                    break
+                found.append(partition)
+            self._check_same(step_name, chosen)
+            number = len(found)
+            if number == len(microbatches):
+                return found
+            shape = signature(microbatches[number])
+            new = self._trace(step_name, microbatches[number], self.program.atoms, args, seeds[number])
+            known = self.partitions[circumstances, shape]
+            known.append(self._agreed(step_name, new))
+            before[shape] = known[-1]
+            found.append(known[-1])
+            del known[:-_PATHS_KEPT]
+            while len(self.partitions) > _SIGNATURES_KEPT:
+                self.partitions.pop(next(iter(self.partitions)))
+
+    def _check_same(self, step_name: str, chosen: Sequence[int]) -> None:
+        """A rank that alone has to plan would wait for the others for ever."""
+        replica = self.mesh.replica_control
+        everybody = replica.all_gather_object(tuple(chosen))
+        if all(other == everybody[0] for other in everybody):
+            return
+        states = replica.all_gather_object(named_state(self.module, self.program.open_modules))
+        differing = [name for name in states[0] if any(other.get(name) != states[0][name] for other in states)]
+        named = [f"{name} ({', '.join(sorted({str(s.get(name)) for s in states}))})" for name in differing[:5]]
+        raise PipelineError(
+            f"the ranks of one replica take {step_name} for different paths, because it looks at things that differ "
+            f"between them: {', '.join(named) or 'state that is not in attributes of its modules'}. Only the last "
+            "stage runs a step to its end; what it remembers there reaches the other stages after the batch, if it is "
+            "numbers, text, tensors, or lists and dicts of them, in attributes of a module. Keep it there, or change "
+            "it in a hook (on_train_batch_end), which runs on every rank."
+        )
 
     def _trace(
         self,
@@ -133,7 +179,8 @@ class Plans:
         for event in found.events:
             event.arguments = None
         partition = cut(found, self.held, training=step_name == TRAINING)
-        agree(f"the pipeline plan of {step_name}", partition.plain(), self.mesh.replica)
+        remembered = [name_of(piece, self.module) for piece in found.pieces]
+        agree(f"the pipeline plan of {step_name}", (partition.plain(), remembered), self.mesh.replica)
         return partition
 
     def _circumstances(self, step_name: str, args: Sequence[Any] = ()) -> Any:
@@ -144,7 +191,7 @@ class Plans:
         others = tuple(signature(x) for x in args[1:])  # not batch_idx, which is another one every time
         return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), others)
 
-    def _partition(
+    def _known(
         self,
         step_name: str,
         microbatch: Any,
@@ -152,8 +199,8 @@ class Plans:
         seeds: Seeds,
         circumstances: Any,
         before: dict[Any, Partition],
-    ) -> Partition:
-        """The partition for the path this microbatch takes; all ranks of a replica find the same one.
+    ) -> tuple[int, Partition | None]:
+        """The known partition for the path this microbatch takes, and its number; (-1, None) if there is none.
 
         Args:
             step_name: Name of the method.
@@ -179,11 +226,5 @@ class Plans:
             ):
                 if shape not in before:
                     before[shape], partition.trace.python_state = partition, state
-                return partition
-        found = self._trace(step_name, microbatch, self.program.atoms, args, seeds)
-        known.append(self._agreed(step_name, found))
-        partition = before[shape] = known[-1]
-        del known[:-_PATHS_KEPT]
-        while len(self.partitions) > _SIGNATURES_KEPT:
-            self.partitions.pop(next(iter(self.partitions)))
-        return partition
+                return known.index(partition), partition
+        return -1, None

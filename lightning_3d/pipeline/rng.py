@@ -67,34 +67,56 @@ def forked(device: torch.device) -> Iterator[None]:
 class Randomness:
     """The generators a step may draw from: the global ones of torch, Python and numpy, and the module's own.
 
-    Own generators get seeds of events and windows like the global ones: every stage must draw the same from them,
-    though stages run other parts of the step in another order. One that the step seeds itself is left alone.
+    Every stage must draw the same from an own generator, though stages run other parts of the step in another order.
+    In the first microbatch its numbers are those it gives in one process; in the others, and where atoms draw from own
+    generators, it gets seeds of windows and events like the global ones. One that the step seeds itself is left alone.
 
     Args:
         device: Whose default generator is meant, beside the CPU's.
         own: Generators that are held by the module or by its code (`probe.own_generators`).
+
+    Attributes:
+        own: The same, as state that stages have in common after a batch.
+        in_atoms: Atoms draw from own generators, so windows that do not run them would go on with other numbers.
     """
 
     def __init__(self, device: torch.device, own: Sequence[Any] = ()) -> None:
         self.device = device
-        self._own = [saved.Generator(source) for source in own]
+        self.own = [saved.Generator(source) for source in own]
+        self.in_atoms = False
+        self._begin: list[Any] = []
+        self._end: list[Any] | None = None
         self._first = [g.initial_seed() if isinstance(g, torch.Generator) else 0 for g in own]
         self._given: dict[int, int] = {}
 
     @contextmanager
     def forked(self) -> Iterator[None]:
-        """Put all of them back at the end."""
-        before = [g.take() for g in self._own]
+        """Put the global ones back at the end; own ones too, or to where `keep` was called."""
+        self._begin, self._end = [g.take() for g in self.own], None
         try:
             with forked(self.device):
                 yield
         finally:
-            for generator, state in zip(self._own, before, strict=True):
-                generator.put(state)
+            self._put_own(self._begin if self._end is None else self._end)
+
+    def _put_own(self, states: list[Any]) -> None:
+        for generator, state in zip(self.own, states, strict=True):
+            generator.put(state)
+
+    def keep(self) -> None:
+        """The first microbatch has come to its end: own generators go on from here after the batch."""
+        self._end = [g.take() for g in self.own]
+
+    @contextmanager
+    def atom(self, execution: Any) -> Iterator[None]:
+        """Around an atom that is tried: does it draw from own generators?"""
+        before = self.python_states()[2:]
+        yield
+        self.in_atoms |= execution.own_generator or self.python_states()[2:] != before
 
     def python_states(self) -> list[bytes]:
-        """Of the generators that are not torch's: others later, if something was drawn."""
-        sources = [random._inst, np.random.mtrand._rand, *(g.source for g in self._own)]
+        """Of the generators that are not torch's, own ones last: others later, if something was drawn."""
+        sources = [random._inst, np.random.mtrand._rand, *(g.source for g in self.own)]
         return [pickle.dumps(saved.Generator(x).take()) for x in sources if not isinstance(x, torch.Generator)]
 
     @contextmanager
@@ -114,14 +136,18 @@ class Randomness:
         shared = seeds.of_event(-1)
         random.seed(shared)
         np.random.seed(shared & 0xFFFF_FFFF)
-        for number, (generator, first) in enumerate(zip(self._own, self._first, strict=True)):
+        self._given.clear()
+        if seeds.microbatch == 0 and not self.in_atoms:
+            self._put_own(self._begin)
+            return
+        for number, (generator, first) in enumerate(zip(self.own, self._first, strict=True)):
             self._given[number] = mix(shared, number, first)
             generator.seed(self._given[number])
 
     def seed_event(self, seeds: Seeds, event: int) -> None:
         """Seed torch's generators for an event that draws."""
         seed_torch(seeds.of_event(event), self.device)
-        for number, generator in enumerate(self._own):
+        for number, generator in enumerate(self.own):
             source = generator.source
             if isinstance(source, torch.Generator) and source.initial_seed() == self._given.get(number):
                 self._given[number] = mix(seeds.of_event(event), number, self._first[number])

@@ -20,6 +20,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.absent import drop
 from lightning_3d.pipeline.channels import Channels
 from lightning_3d.pipeline.execution import TRAINING
+from lightning_3d.pipeline.glue_state import Spread, distinct
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.planning import Split, along
@@ -217,7 +218,9 @@ class PipelineRunner:
         walk = self._walk(TRAINING, microbatches, (batch_idx,), self.step_number, weights, scale)
         walk.partitions, owners = along(walk.partitions, self._schedule.owners)
         lists = self._schedule.lists(owners, len(microbatches))
+        spread = self._spread_of(walk.partitions)
         walk.run(self._routes(walk.partitions, lists), before_last_backward)
+        spread.finish()
         self.step_number += 1
         self.live_peak = walk.live_peak
         self._spread_buffers(walk.partitions)
@@ -236,7 +239,9 @@ class PipelineRunner:
         microbatches, sizes = self._split(step_name, batch)
         number = mix(zlib.crc32(step_name.encode()), self.evaluation_number)
         walk = self._walk(step_name, microbatches, (batch_idx, *args), number, None)
+        spread = self._spread_of(walk.partitions)
         walk.run(self._routes(walk.partitions, self._evaluation_lists(walk.partitions)))
+        spread.finish()
         self.evaluation_number += 1
         self._spread_buffers(walk.partitions)
         return self._result(walk, sizes, [size / sum(sizes) for size in sizes])
@@ -288,6 +293,12 @@ class PipelineRunner:
         if self.stage != self.stages - 1:
             return StepResult(microbatches=len(sizes))
         return collect(walk.outputs, walk.losses, walk.logged, sizes, weights)
+
+    def _spread_of(self, partitions: Sequence[Partition]) -> Spread:
+        pieces = distinct(piece for partition in partitions for piece in partition.trace.pieces)
+        if any(partition.trace.random for partition in partitions):
+            pieces += self._program.generators.own
+        return Spread(pieces, self.mesh.replica_control, self.mesh.device)
 
     def _spread_buffers(self, partitions: Sequence[Partition]) -> None:
         """Buffers that glue code wrote: from the stage that ran the write to all others."""

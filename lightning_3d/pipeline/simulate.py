@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.pipeline.absent import AbsentParameter, make_absent
 from lightning_3d.pipeline.events import Vid
 from lightning_3d.pipeline.execution import Live, Program, backward, forward, loss_of
+from lightning_3d.pipeline.glue_state import GlueState
 from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Partition, windows_from_starts
 from lightning_3d.pipeline.planning import Plan, Split, cut, make_plan
@@ -84,7 +85,7 @@ def simulate(
         )
 
     plan = make_plan(module, stages, split, lambda atoms: traced(0, atoms), owners)
-    program = Program(module, plan.atoms, randomness, tensor_group, forward_context)
+    program = Program(module, plan.atoms, randomness, tensor_group, forward_context, GlueState(module, None))
     weights = [size / sum(sizes) for size in sizes]
     held = [{n for n, s in plan.held.holders.items() if stage in s} for stage in range(stages)]
     partitions, outputs, losses, logged = [], [], [], []

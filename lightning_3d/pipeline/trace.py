@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map
+from torchmetrics import Metric
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.events import Trace
+from lightning_3d.pipeline.glue_state import Attributes
 from lightning_3d.pipeline.looks import Looks, open_modules, plain_state, watching
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_run import TraceRun
@@ -43,10 +45,10 @@ def trace(
 ) -> Trace:
     """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
 
-    A step that changes attributes of its modules runs twice: when the second run takes another path, glue code caches
-    something on its first call (a mask, a lazily installed hook); that warm state is kept, because later steps will
-    find it too. Everything else of the module's state (attributes, hooks, buffers of glue code, metric states, random
-    generators, iterators) is put back.
+    A step that changes attributes of its modules runs twice: when the second run takes another path and changes nothing
+    more, glue code caches something on its first call (a mask, a lazily installed hook); that warm state is kept,
+    because later steps will find it too. Everything else of the module's state (attributes, hooks, objects and
+    containers it holds, buffers of glue code, metric states, random generators, iterators) is put back.
 
     Args:
         module: The root module.
@@ -68,11 +70,11 @@ def trace(
     randomness = randomness or Randomness(next((p.device for p in module.parameters()), torch.device("cpu")))
     grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     looks = looks or Looks()
-    plain = plain_state(open_modules(module, atoms.values()))
+    opened = open_modules(module, atoms.values())
+    plain = plain_state(opened)
 
     def once() -> Trace:
         looks.seen = False
-        iterators.restore()
         run = partial(_run, module, atoms, step, name, randomness, forward_context, seeds, memory, keep_arguments)
         with watching(module, looks), naming_the_line(PipelineError):
             found = retry(run, (PipelineError,))
@@ -84,27 +86,38 @@ def trace(
         torch.set_grad_enabled(grad_enabled),
         sharding.dry(group),
         sharding.guarded(),
-        python_state(module, counters=False) as iterators,
+        python_state(module, closed=atoms.values()) as python,
     ):
-        state, contents = ModuleState(module), Contents(open_modules(module, atoms.values()))
+        state, contents = ModuleState(module), Contents(opened)
+        attributes = Attributes(m for m in opened if not isinstance(m, Metric))
         try:
             first = once()
             touched = state.changed()
-            if not touched:
-                first.changed = contents.restore()
+            if not touched and not python.changed():
+                first.pieces = [*attributes.changed()]
+                contents.restore()
                 return first
             state.restore(_is_tracked)
+            python.restore(_is_tracked)
             contents.restore()
+            between, deeper = ModuleState(module), python.taken()
             second = once()
         except BaseException:
             state.restore()
             contents.restore()
             raise
-        second.warm = [e.name for e in first.events] != [e.name for e in second.events]
-        state.restore(_is_tracked if second.warm else None)
-        second.changed = contents.restore()
-    second.touched = touched
-    return second
+        pieces = [*attributes.changed(), *attributes.without(python.changed())]
+        state.restore(_is_tracked)
+        python.restore(_is_tracked)
+        settled = not (contents.restore() or between.changed() or python.changed_since(deeper))
+        warm = settled and [e.name for e in first.events] != [e.name for e in second.events]
+        if warm:
+            python.accept()
+        else:
+            state.restore()
+    found = second if warm else first
+    found.warm, found.touched, found.pieces = warm, touched, pieces
+    return found
 
 
 def _run(

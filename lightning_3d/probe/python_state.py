@@ -15,7 +15,7 @@ import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,17 +83,20 @@ class PythonState:
         module: Its attributes, and what its code names, are looked through.
         counters: Not only generators and iterators: also plain objects, containers, class attributes, ... The
             attributes of the modules themselves are `ModuleState`'s.
+        closed: Modules that are not looked into.
     """
 
-    def __init__(self, module: nn.Module, counters: bool = True) -> None:
+    def __init__(self, module: nn.Module, counters: bool = True, closed: Iterable[nn.Module] = ()) -> None:
         self._package = home(type(module)) if not reach.is_library(type(module)) else ""
         self._counters = counters
         self._seen: dict[Any, Any] = {}
         self._pieces: list[saved.Saved] = [*saved.global_generators()]
         self._iterators: dict[int, tuple[Any, list[Callable[[Any], None]]]] = {}
         self._todo: deque[Any] = deque()
-        for child in module.modules():
-            self._seen[id(child)] = child
+        self._seen |= {id(child): child for shut in closed for child in shut.modules()}
+        children = [child for child in module.modules() if id(child) not in self._seen]
+        self._seen |= {id(child): child for child in children}
+        for child in children:
             self._hold(child.__dict__, reach.held_attributes(child) or {})
             self._add(type(child))
         while self._todo and len(self._seen) < _MOST:
@@ -127,9 +130,34 @@ class PythonState:
         """
         self._pieces = [piece for piece, before in self._start if not piece.same(before)]
 
-    def restore(self) -> None:
-        """Begin again: all as it was; as often as one likes."""
-        self._put_back()
+    def changed(self) -> list[saved.Saved]:
+        """What is not as it was at the beginning; of dictionaries the keys, one by one. Generators are left out."""
+        found: list[saved.Saved] = []
+        for piece, before in self._start:
+            if isinstance(piece, saved.Generator) or piece.same(before):
+                continue
+            found += piece.changed(before) if isinstance(piece, saved.Items) else [piece]
+        return found
+
+    def taken(self) -> list[tuple[saved.Saved, Any]]:
+        """All but generators, as it is now; for `changed_since`."""
+        return [(piece, piece.take()) for piece, _ in self._start if not isinstance(piece, saved.Generator)]
+
+    def changed_since(self, taken: list[tuple[saved.Saved, Any]]) -> bool:
+        """Whether anything is not as it was."""
+        return not all(piece.same(before) for piece, before in taken)
+
+    def accept(self) -> None:
+        """What has changed so far stays when it is closed, but for generators and iterators."""
+        self._start = [(p, before) for p, before in self._start if isinstance(p, saved.Generator) or p.same(before)]
+
+    def restore(self, only: Callable[[Any], bool] | None = None) -> None:
+        """Begin again: all as it was; as often as one likes.
+
+        Args:
+            only: Beside generators and iterators put back only contents that satisfy this.
+        """
+        self._put_back(only)
         self._place([stream for stream, _ in self._streams.values()])
 
     def close(self) -> None:
@@ -137,9 +165,10 @@ class PythonState:
         self._put_back()
         self._place([stream.finish(pristine) for stream, pristine in self._streams.values()])
 
-    def _put_back(self) -> None:
+    def _put_back(self, only: Callable[[Any], bool] | None = None) -> None:
         for piece, before in self._start:
-            piece.put(before)
+            if only is None or isinstance(piece, saved.Generator) or (not piece.same(before) and only(piece.take())):
+                piece.put(before)
         for stream, _ in self._streams.values():
             stream.at = 0
 
@@ -295,14 +324,14 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def python_state(module: nn.Module, counters: bool = True) -> Iterator[PythonState]:
+def python_state(module: nn.Module, counters: bool = True, closed: Iterable[nn.Module] = ()) -> Iterator[PythonState]:
     """The Python state is put back at the end; `restore()` of what it gives begins again in between.
 
     Args:
         module: See `PythonState`.
-        counters: See `PythonState`.
+        counters, closed: See `PythonState`.
     """
-    state = PythonState(module, counters)
+    state = PythonState(module, counters, closed)
     with _lock:
         _open.append(state)
     try:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_3d.probe.reach import contents_of, held_slots, items_of
+from lightning_3d.probe.reach import contents_of, held_slots, is_array, items_of
 
 
 class Saved(Protocol):
@@ -128,13 +128,19 @@ class Items:
         now = items_of(self.dictionary)
         return len(now) == len(before) and all(a is b and x is y for (a, x), (b, y) in zip(now, before, strict=True))
 
+    def changed(self, before: Any) -> list[Names]:
+        """Every key that has another value."""
+        now, then, missing = dict(items_of(self.dictionary)), dict(before), object()
+        keys = [key for key in {**then, **now} if now.get(key, missing) is not then.get(key, missing)]
+        return [Names(self.dictionary, (key,)) for key in keys]
+
 
 @dataclass(frozen=True)
 class Names:
-    """Some names of a namespace."""
+    """Some keys of a dictionary, or names of a namespace."""
 
-    space: dict[str, Any]
-    names: tuple[str, ...]
+    space: dict[Any, Any]
+    names: tuple[Any, ...]
 
     def take(self) -> Any:
         return {n: self.space[n] for n in self.names if n in self.space}
@@ -245,3 +251,50 @@ class SmallTensor:
 
     def same(self, before: Any) -> bool:
         return bool(self.tensor._version == before[0])
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held under a key, whichever object that is by now, and the contents of a container or tensor."""
+
+    space: dict[str, Any]
+    key: str
+
+    def take(self) -> Any:
+        if self.key not in self.space:
+            return _MISSING
+        value = self.space[self.key]
+        inside = inside_of(value)
+        return value, None if inside is None else inside.take()
+
+    def put(self, before: Any) -> None:
+        if before is _MISSING:
+            self.space.pop(self.key, None)
+            return
+        value, contents = before
+        if self.space.get(self.key, _MISSING) is not value:
+            self.space[self.key] = value
+        inside = inside_of(value)
+        if inside is not None:
+            inside.put(contents)
+
+    def same(self, before: Any) -> bool:
+        if before is _MISSING or self.key not in self.space:
+            return before is _MISSING and self.key not in self.space
+        value, contents = before
+        inside = inside_of(value)
+        return self.space[self.key] is value and (inside is None or inside.same(contents))
+
+
+_MISSING = object()
+
+
+def inside_of(value: Any) -> Saved | None:
+    """The contents of a container, a plain tensor or an array."""
+    if isinstance(value, dict):
+        return Items(value)
+    if isinstance(value, (list, set, deque)):
+        return Elements(value)
+    if type(value) is Tensor and not value.is_meta:
+        return SmallTensor(value)
+    return Array(value) if is_array(value) and not value.dtype.hasobject else None

@@ -20,26 +20,29 @@ GLOBAL = torch.Generator().manual_seed(5)
 class Draws(nn.Module):
     """A block that draws from the same generator as the step does."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator | None) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, bias=False)
         nn.init.eye_(self.linear.weight)
         self.generator = generator
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + 0 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        x = self.linear(x)
+        if self.generator is not None:
+            x = x + 0 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return x
 
 
 class Masked(pl.LightningModule):
     """Masks its input at the start and compares with the same mask at the end: the identity gives a loss of zero."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, quiet: bool) -> None:
         super().__init__()
         self.torch = GLOBAL if source == "global" else torch.Generator().manual_seed(3)
         self.numpy = np.random.default_rng(3) if source == "numpy" else np.random.RandomState(3)
         self.source = source
         self.turns = itertools.count()
-        self.blocks = nn.Sequential(*[Draws(self.torch) for _ in range(4)])
+        self.blocks = nn.Sequential(*[Draws(None if quiet else self.torch) for _ in range(4)])
         self.masks: list[Tensor] = []
 
     def draw(self, shape: tuple[int, ...]) -> Tensor:
@@ -67,9 +70,13 @@ class Masked(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def masks(source: str, sizes: dict[str, Any]) -> tuple[list[Tensor], list[float], Tensor, int]:
-    """(masks of every microbatch, losses, what the generator draws next, what the iterator gives next)."""
-    module = Masked(source).double()
+def masks(source: str, sizes: dict[str, Any], quiet: bool = False) -> tuple[list[Tensor], list[float], Tensor, int]:
+    """Two steps, the blocks drawing too unless `quiet`.
+
+    Returns:
+        Masks of every microbatch, losses, what the generator draws next, what the iterator gives next.
+    """
+    module = Masked(source, quiet).double()
     trainer = trainer_for(ThreeDStrategy(**sizes))
     losses: list[float] = []
 

@@ -24,6 +24,7 @@ from lightning_3d.pipeline.partition import (
     stages_of_pieces,
     windows_from_starts,
 )
+from lightning_3d.pipeline.rng import Randomness
 from tests.pipeline.zoo import GPT, MLP, HiddenStates, Module, UNet, batch_of, build
 
 
@@ -276,7 +277,12 @@ def test_parameters_may_be_without_data() -> None:
                 m._parameters[key] = nn.Parameter(p.detach().to("meta"))
     module.head.weight = module.wte.weight
     batch = batch_of("gpt", 2)
-    on_meta = trace(module, find_atoms(module, 2), lambda: module.training_step(batch, 0), device=torch.device("cpu"))
+    on_meta = trace(
+        module,
+        find_atoms(module, 2),
+        lambda: module.training_step(batch, 0),
+        randomness=Randomness(torch.device("cpu")),
+    )
     assert repr(on_meta.plain()) == repr(real.plain())
     assert automatic_starts(on_meta, 2) == automatic_starts(real, 2)
 
