@@ -81,16 +81,15 @@ class Saving(Built):
 
         if self._engine is None:
             module = self._module
-            ready = self.mesh.layout.replica_size == 1 and not any(
-                t.is_meta for t in (*module.parameters(), *module.buffers())
-            )
-            if PATH_KEY in checkpoint and ready:  # now, as Lightning does: callbacks may change it again (averages)
-                checkpoint["state_dict"] = {**checkpoint["state_dict"], **read_model(checkpoint[PATH_KEY])}
-                super().load_model_state_dict(checkpoint, strict)
-            elif PATH_KEY in checkpoint:
+            meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+            if meta or (PATH_KEY in checkpoint and self.mesh.layout.replica_size > 1):
                 self._pending = (dict(checkpoint), strict)
-            else:
-                super().load_model_state_dict(checkpoint, strict)
+                return
+            # now, as Lightning does: callbacks may change it again (averages)
+            if PATH_KEY in checkpoint:
+                checkpoint["state_dict"] = {**checkpoint["state_dict"], **read_model(checkpoint[PATH_KEY])}
+            self.precision_plugin.convert_module(module)  # set-up would come too late: float64 would be rounded
+            super().load_model_state_dict(checkpoint, strict)
         elif PATH_KEY in checkpoint:
             load_model_directory(self.engine.state(), checkpoint[PATH_KEY], strict)
         else:

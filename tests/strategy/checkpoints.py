@@ -25,6 +25,8 @@ def train(
         warnings.simplefilter("ignore")
         module = models.build(name)
         module.optimizer = optimizer
+        if resume is not None and sizes is not None:
+            module.float()  # as users build it; its weights must not be rounded to that when they are read
         strategy = "auto" if sizes is None else ThreeDStrategy(**sizes, save_distributed_checkpoint=not file)
         world = int(os.environ["WORLD_SIZE"])
         callbacks = []
