@@ -7,25 +7,17 @@ for that rank for ever. Where such code is in sight, the ranks agree at the end 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning_3d.probe.reach import is_library, mentions
+from lightning_3d.probe.reach import functions_of, mentions
 
 _NAMES = frozenset(("should_stop",))
 
 
 def may_stop(module: Any, callbacks: Iterable[Any]) -> bool:
     """Whether code of the user, in the module or in a callback, names `should_stop`."""
-    functions: list[Any] = []
-    for owner in (module, *callbacks):
-        held = vars(owner).values()
-        functions += [x for x in held if isinstance(x, (types.FunctionType, types.MethodType, functools.partial))]
-        for kind in type(owner).__mro__:
-            if not is_library(kind):
-                functions += vars(kind).values()
-    return mentions(functions, _NAMES)
+    return mentions(functions_of((module, *callbacks)), _NAMES)
 
 
 def stop_together(trainer: Any, any_rank: Callable[[bool], bool]) -> None:

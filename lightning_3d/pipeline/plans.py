@@ -14,7 +14,7 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.batch_tree import signature
-from lightning_3d.pipeline.changes import warn_of_changed_buffers
+from lightning_3d.pipeline.changes import warn_of_changed_state
 from lightning_3d.pipeline.costs import measure
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.execution import TRAINING, Program
@@ -175,7 +175,7 @@ class Plans:
 
     def _agreed(self, step_name: str, found: Trace) -> Partition:
         if step_name == TRAINING and self._microbatches > 1 and not self._warned:
-            self._warned = warn_of_changed_buffers(self.module, found, self._microbatches)
+            self._warned = warn_of_changed_state(self.module, found, self._microbatches, self.program.open_modules)
         for event in found.events:
             event.arguments = None
         partition = cut(found, self.held, training=step_name == TRAINING)

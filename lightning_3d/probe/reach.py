@@ -99,8 +99,8 @@ def globals_of(
     return found
 
 
-def mentions(functions: Iterable[Any], names: frozenset[str]) -> bool:
-    """Whether code among these, or that of functions it names, uses one of these names; libraries' is not looked at."""
+def codes_of(functions: Iterable[Any]) -> Iterator[types.CodeType]:
+    """Code of these functions and properties, and of functions they name; libraries' is not looked at."""
     todo, seen = list(functions), set()
     while todo:
         one = todo.pop()
@@ -113,10 +113,23 @@ def mentions(functions: Iterable[Any], names: frozenset[str]) -> bool:
         if not isinstance(one, types.FunctionType) or one.__code__ in seen or is_library(one):
             continue
         seen.add(one.__code__)
-        if names.intersection(names_of(one.__code__)):
-            return True
+        yield one.__code__
         todo += [space[name] for space, name in globals_of(one.__code__, one.__globals__)]
-    return False
+
+
+def functions_of(owners: Iterable[Any]) -> list[Any]:
+    """Methods of the users' classes of some objects, and functions these hold as attributes."""
+    found: list[Any] = []
+    kinds: dict[type, None] = {}
+    for owner in owners:
+        found += [x for x in vars(owner).values() if isinstance(x, FUNCTIONS)]
+        kinds |= dict.fromkeys(kind for kind in type(owner).__mro__ if not is_library(kind))
+    return [*found, *(x for kind in kinds for x in vars(kind).values())]
+
+
+def mentions(functions: Iterable[Any], names: frozenset[str]) -> bool:
+    """Whether code of these functions, or that they name, uses one of these names."""
+    return any(names.intersection(names_of(code)) for code in codes_of(functions))
 
 
 def held_attributes(value: Any) -> dict[str, Any] | None:

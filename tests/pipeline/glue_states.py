@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -207,3 +209,16 @@ def changes_twice(sizes: dict[str, Any]) -> None:
     module = Remembers(counts, counts_at_end).double()
     trainer = trainer_for(ThreeDStrategy(**sizes), max_epochs=1)
     trainer.fit(module, DataLoader(models.vectors(24), batch_size=8))
+
+
+def warned_of(sizes: dict[str, Any], kinds: list[str]) -> dict[str, list[str]]:
+    """Per kind, what the warning names."""
+    found: dict[str, list[str]] = {}
+    for kind in kinds:
+        with warnings.catch_warnings(record=True) as caught:
+            trainer = trainer_for(ThreeDStrategy(**sizes), max_steps=1)
+            warnings.simplefilter("always")
+            trainer.fit(KINDS[kind]().double(), DataLoader(models.vectors(8), batch_size=8))
+        texts = [str(w.message) for w in caught if "changes and reads" in str(w.message)]
+        found[kind] = re.findall(r"'(\w+)'", texts[0].partition("(a counter")[0]) if texts else []
+    return found

@@ -46,3 +46,16 @@ def test_state_that_two_parts_of_a_rank_change_is_refused() -> None:
     launch(glue_states.changes_twice, 2, sizes(1, 2, num_microbatches=4))
     with pytest.raises(DistributedError, match="training_step changes count at two places that lie in two parts"):
         launch(glue_states.changes_twice, 2, sizes(1, 2, num_microbatches=4, **INTERLEAVED))
+
+
+def test_what_the_step_changes_and_reads_is_named() -> None:
+    want = {
+        "attribute": ["count"],
+        "buffers in place": ["steps", "mean"],
+        "counted at the end": ["steps", "count"],
+        "the loss before": ["previous"],
+        "memory bank": ["bank", "place"],
+    }
+    got = launch(glue_states.warned_of, 2, sizes(1, 2, num_microbatches=2), list(want))[0]  # rank zero warns
+    assert {kind: sorted(names) for kind, names in got.items()} == {k: sorted(v) for k, v in want.items()}
+    assert not any(launch(glue_states.warned_of, 2, sizes(1, 2, num_microbatches=1), list(want))[0].values())

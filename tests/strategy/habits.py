@@ -99,7 +99,7 @@ def changed_buffers(cases: list[dict[str, Any]]) -> list[list[str]]:
             trainer = trainer_for(strategy, max_steps=1)
             warnings.simplefilter("always")
             trainer.fit(Buffers(), models.loader("mlp", 16, 16))
-        out.append([str(w.message) for w in caught if "changes the buffers" in str(w.message)])
+        out.append([str(w.message) for w in caught if "changes and reads" in str(w.message)])
     return out
 
 
