@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from lightning_3d.batch_loss import warn_of_cut_loss
 from lightning_3d.checkpoint import ParameterRecord, RunState
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
@@ -98,6 +99,7 @@ class Engine:
         training = step_name == "training_step"  # other steps are not cut into microbatches
         microbatches = self._microbatches(batch) if training and self.layout.pp > 1 else 1
         with metrics_alone(self.module):
+            warn_of_cut_loss(self.module, batch, microbatches, self.settings.verify)
             if self.layout.tp > 1:
                 self._cut_tensors(step_name, batch)
             if self.layout.pp > 1:

@@ -119,6 +119,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
                 gradient (memory: some 20 times their number in bytes on rank zero); of larger ones every kind of
                 operation is tried alone. A model that was proved before on this machine is not proved again
                 (`$LIGHTNING_3D_CACHE`). True: run it whatever its size, every time. False: no proof.
+                With a pipeline, models of that size also compare the loss of the first batch with that of its
+                microbatches, and warn if it is another one.
             allow_cross_node_tensor_parallel: Allow tensor_parallel_size to span machines.
             bucket_size_mb: Size of gradient buckets; None chooses by device (4 on CPU, 25 on CUDA).
             record_timeline: Keep the times of pipeline actions in `strategy.recorder`.

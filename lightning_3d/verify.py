@@ -236,7 +236,8 @@ def _through_stages(
         assert whole.result.loss is not None
         with intercept_functions(function_guard, 1):
             ranks = run_simulated(layout.tp, body)
-        warning = warning_of_cut_loss(uncut, whole.result.loss, len(whole.partitions))
+        found = warning_of_cut_loss(uncut, whole.result.loss, len(whole.partitions))
+        warning = None if found is None else f"warning: {found}"
     loss_error = max(relative_error(r.result.loss, whole.result.loss) for r in ranks)
     errors = {}
     for name, want in whole.gradients.items():
