@@ -176,3 +176,41 @@ def _agreement() -> None:
 def test_agreement() -> None:
     agree("alone", object(), Communicator("pp"))
     run_distributed(_agreement, 2, timeout=30)
+
+
+def test_a_line_that_asks_for_ever_gets_the_other_answer() -> None:
+    turns: list[int] = []
+
+    def loop(answers: Answers) -> str:
+        turns.append(0)
+        while not answers(Tensor.__bool__, torch.zeros(())):
+            turns[-1] += 1
+        while answers(Tensor.item, torch.zeros(())) > 0.5:
+            turns[-1] += 1
+        return "done"
+
+    assert retry(loop) == "done"
+    assert turns[-1] == 0
+    assert len(turns) == 3
+
+    def check(answers: Answers) -> int:
+        return sum(not answers(Tensor.__bool__, torch.zeros(())) for _ in range(500))
+
+    assert retry(check) == 500
+
+    def guard(answers: Answers) -> int:
+        for _ in range(500):
+            if answers(Tensor.__bool__, torch.zeros(())):
+                raise ValueError("an answer that is not usual")
+        return 500
+
+    assert retry(guard) == 500
+
+
+def test_a_line_that_never_stops_asking_is_named() -> None:
+    def loop(answers: Answers) -> None:
+        while True:
+            answers(Tensor.__bool__, torch.zeros(()))
+
+    with pytest.raises(ConfigurationError, match=r"test_probe.py, line \d+, loop: answers\("):
+        retry(loop)
