@@ -23,8 +23,8 @@ def children_of(value: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]],
     """(keys, values, rebuild) of an inner node; None for a leaf."""
     if isinstance(value, PackedSequence):
         raise PipelineError(
-            "the batch holds a PackedSequence, which has no batch dim to cut. Pad the sequences and pack them inside "
-            "the module."
+            "the batch holds a PackedSequence, which has no batch dim to cut. Let the loader give padded sequences "
+            "and their lengths, and call pack_padded_sequence(..., enforce_sorted=False) in the step or in a module."
         )
     if isinstance(value, (Tensor, np.ndarray, *SCALARS)):
         return None

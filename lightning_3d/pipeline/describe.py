@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.events import MUTATED, Event, Leaf, TensorMeta, Vid
-from lightning_3d.pipeline.holders import has_tensor, holders, is_opaque
+from lightning_3d.pipeline.holders import Same, has_tensor, holders, is_opaque
 from lightning_3d.pipeline.phantom import Phantom
 
 if TYPE_CHECKING:
@@ -74,6 +75,16 @@ def _mutations(
         vid = (n, MUTATED + i)
         event.mutations[i] = vid
         changed = leaves[i]
+        written = run.weight_behind(x)
+        if written is not None:
+            raise PipelineError(
+                f"{event.name} changes the parameter {written!r} in place, in {run.trace.step}. Every stage runs the "
+                "step for each microbatch, up to its own part, so a weight would change several times, or between a "
+                "forward and its backward. Do it in a hook (on_train_batch_end, on_before_zero_grad), for the "
+                "parameters this stage holds (those without `.is_absent`). An average of weights (EMA, BYOL, MoCo) "
+                "needs both copies of a weight on one stage: make the layer and its copy one module, which calls both "
+                "in its forward. Or use pipeline_parallel_size=1."
+            )
         if isinstance(changed, Phantom):
             run.trace.overwritten.add(changed.vid)
         if id(changed) in run.buffers:
@@ -125,6 +136,8 @@ class _Describer:
             return Leaf("value", x.vid)
         if isinstance(x, Tensor):
             return self._tensor(j, x)
+        if isinstance(x, Same):
+            return Leaf("holder", self.holder_numbers[id(self.copies[id(x.holder)])])
         if id(x) in self.object_inputs:
             return Leaf("input", self.object_inputs[id(x)])
         if id(x) in self.copies:
@@ -132,10 +145,15 @@ class _Describer:
             return (
                 Leaf("holder", self.holder_numbers[id(original)]) if is_opaque(original) else Leaf("constant", original)
             )
+        if isinstance(x, Iterator):
+            raise PipelineError(
+                f"{self.event.name} returns a {type(x).__name__}, whose values are computed when glue code asks for "
+                "them, outside of the module. Return a list or a tuple of them."
+            )
         if hasattr(x, "__dict__") and any(has_tensor(v) for v in vars(x).values()):
             raise PipelineError(
                 f"{self.event.name} returns a {type(x).__name__} that holds tensors. Return a tuple, a dict or a "
-                "dataclass registered with torch.utils._pytree, so that a pipeline can see them."
+                "dataclass, so that a pipeline can see them."
             )
         if self.invented and isinstance(x, (int, float)) and not any(x is known for known in self.inputs):
             raise PipelineError(

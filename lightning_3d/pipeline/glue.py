@@ -10,6 +10,7 @@ import functools
 import inspect
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,13 +18,16 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
+from torch.utils.hooks import BackwardHook
 from torchmetrics import MetricCollection
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.holders import holders, set_slots, slots
+from lightning_3d.pipeline.packed import spelled_out
 from lightning_3d.pipeline.phantom import Phantom, is_passive
 from lightning_3d.pipeline.regions import checkpoint_regions
 from lightning_3d.probe import intercept_functions
@@ -91,6 +95,10 @@ class Glue(TorchFunctionMode, ABC):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.inside or is_passive(func):
             return func(*args, **(kwargs or {}))
+        instead = spelled_out(func)
+        if instead is not None:
+            with self:
+                return instead(*args, **(kwargs or {}))
         iterate = func is Tensor.__iter__
         # torch has taken the mode off its stack while this runs; the flag is for custom Functions the event calls
         self.inside += 1
@@ -190,6 +198,12 @@ def _on_function(proceed: Callable[..., Any], cls: type, args: tuple[Any, ...], 
     glue = current()
     if glue is None or glue.inside:
         return proceed(*args, **kwargs)
+    if cls is BackwardHookFunction:
+        raise PipelineError(
+            "a module with full backward hooks (register_full_backward_hook, register_full_backward_pre_hook) is cut "
+            "into several pieces for the pipeline, so no stage has both its inputs and its outputs. Put the hook on "
+            "modules inside of it: " + ", ".join(list(glue.atoms)[:4]) + (", ..." if len(glue.atoms) > 4 else "") + "."
+        )
     if cls is torch.utils.checkpoint.CheckpointFunction:
         raise PipelineError(
             "activation checkpointing with use_reentrant=True cuts the graph between stages. Use "
@@ -247,6 +261,10 @@ def _installed(root: nn.Module, atoms: Mapping[str, nn.Module]) -> Iterator[None
             put(atom, "forward", _routed(name, atom, atom.forward, compiled))
             if compiled is not None:
                 put(atom, "_compiled_call_impl", None)
+            if _hooked_backward(atom):
+                # around the routed forward they would look for the graph of a value another stage has
+                put(atom, "_backward_hooks", OrderedDict())
+                put(atom, "_backward_pre_hooks", OrderedDict())
         put(root, "log", functools.partial(_log, root))
         put(root, "log_dict", functools.partial(_log_dict, root))
         yield
@@ -257,6 +275,8 @@ def _installed(root: nn.Module, atoms: Mapping[str, nn.Module]) -> Iterator[None
 
 def _routed(name: str, atom: nn.Module, forward: Callable[..., Any], compiled: Any) -> Callable[..., Any]:
     run = forward if compiled is None else functools.partial(_run_compiled, atom, compiled, forward)
+    if _hooked_backward(atom):
+        run = functools.partial(_run_hooked, atom, run, atom._backward_hooks, atom._backward_pre_hooks)
 
     @functools.wraps(forward)
     def routed(*args: Any, **kwargs: Any) -> Any:
@@ -266,6 +286,18 @@ def _routed(name: str, atom: nn.Module, forward: Callable[..., Any], compiled: A
         return glue.on_atom(name, atom, run, args, kwargs)
 
     return routed
+
+
+def _hooked_backward(module: nn.Module) -> bool:
+    """Whether it has full backward hooks (the older kind goes to the result's graph, where that is)."""
+    full = bool(module._backward_hooks) and module._is_full_backward_hook is True
+    return full or bool(module._backward_pre_hooks)
+
+
+def _run_hooked(atom: nn.Module, run: Callable[..., Any], hooks: Any, pre_hooks: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module with its full backward hooks around it, as `nn.Module.__call__` does."""
+    hook = BackwardHook(atom, list(hooks.values()), list(pre_hooks.values()))
+    return hook.setup_output_hook(run(*hook.setup_input_hook(args), **kwargs))
 
 
 def _run_compiled(atom: nn.Module, compiled: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,10 +7,12 @@ an argument tree in a fixed order, so that every rank means the same one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
 Slot = tuple[Any, Any]
 
@@ -60,6 +62,63 @@ def set_slots(value: Any, new: list[Slot]) -> None:
     content = value if isinstance(value, dict) else vars(value)
     content.clear()
     content.update(new)
+
+
+class Same:
+    """Stands for a mutable argument that was handed on as it is: a pytree must not enter it."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+
+
+def content_of(holder: Any, known: Container[int]) -> list[Any]:
+    """What is in a changed holder, to be flattened; `known`: ids of the holders that were there before."""
+    return [Same(x) if id(x) in known else x for _, x in slots(holder) or ()]
+
+
+class _Opened:
+    """A dataclass as a pytree node. Not registered for the class itself, which is the user's."""
+
+    def __init__(self, value: Any, content: list[Slot]) -> None:
+        self.kind, self.content = type(value), content
+
+
+def _closed(values: Any, context: Any) -> Any:
+    kind, names = context
+    made = object.__new__(kind)
+    for name, x in zip(names, values, strict=True):
+        object.__setattr__(made, name, x)
+    return made
+
+
+register_pytree_node(
+    _Opened,
+    lambda value: ([x for _, x in value.content], (value.kind, tuple(name for name, _ in value.content))),
+    _closed,
+)
+
+
+def opened(value: Any, known: Container[int] = (), depth: int = 5) -> Any:
+    """A result in which plain dataclasses are nodes of a pytree; they are dataclasses again after `tree_unflatten`.
+
+    Args:
+        value: What a module returned.
+        known: ids of objects that are to stay leaves: mutable arguments that were handed on.
+        depth: How far to look.
+    """
+    if depth < 0 or isinstance(value, Tensor) or id(value) in known:
+        return value
+    if type(value) in (list, tuple):
+        inner = [opened(x, known, depth - 1) for x in value]
+        return type(value)(inner) if any(a is not b for a, b in zip(inner, value, strict=True)) else value
+    if type(value) is dict:
+        found = {key: opened(x, known, depth - 1) for key, x in value.items()}
+        return found if any(found[key] is not x for key, x in value.items()) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value) not in SUPPORTED_NODES:
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+        return _Opened(value, [(name, opened(getattr(value, name), known, depth - 1)) for name in names])
+    return value
 
 
 def replace_in_place(value: Any, kind: type, function: Callable[[Any], Any]) -> None:

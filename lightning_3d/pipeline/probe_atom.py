@@ -19,11 +19,12 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.glue import replaced_forward
 from lightning_3d.pipeline.holders import copy_holder, holders, is_opaque, slots
+from lightning_3d.pipeline.probe_net import of_the_user
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.probe_run import TraceRun
 
-_NO_FAKE_RUN = (
+NO_FAKE_RUN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     RuntimeError,
@@ -31,16 +32,36 @@ _NO_FAKE_RUN = (
     AssertionError,
 )
 
+_MOST_OPERATIONS = 1_000_000
+
 
 class OperationWatch(TorchDispatchMode):
-    """Notices whether anything inside draws random numbers, and how many bytes are written."""
+    """Notices whether anything inside draws random numbers (`own`: from a given generator), and what is written.
+
+    Args:
+        most: Number of operations after which it is not to be believed that they end.
+    """
 
     hit = False
+    own = False
     moved = 0
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self._left = most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.hit = True
+            self.own |= (kwargs or {}).get("generator") is not None
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise PipelineError(
+                    "a module has done a million operations and goes on. It could not be run on shapes, so its weights "
+                    "and activations were zeros while the step is planned, and with those a loop inside seems not to "
+                    "end. Bound the loop by a number of iterations."
+                )
         out = func(*args, **(kwargs or {}))
         if not _makes_view(func):
             for x in out if isinstance(out, (tuple, list)) else (out,):
@@ -66,11 +87,18 @@ class AtomExecution:
     """
 
     def __init__(
-        self, owner: TraceRun, module: nn.Module, run: Callable[..., Any], fakes: list[Any], spec: Any
+        self,
+        owner: TraceRun,
+        module: nn.Module,
+        run: Callable[..., Any],
+        leaves: list[Any],
+        fakes: list[Any],
+        spec: Any,
     ) -> None:
-        self.owner, self.module, self._run, self._fakes, self._spec = owner, module, run, fakes, spec
+        self.owner, self.module, self._run, self._spec = owner, module, run, spec
+        self._leaves, self._fakes = leaves, fakes
         self.on_zeros = False
-        self.flops, self.random, self.moved = 0, False, 0
+        self.flops, self.random, self.moved, self.own_generator = 0, False, 0, False
 
     def execute(self, name: str) -> None:
         try:
@@ -78,7 +106,7 @@ class AtomExecution:
                 self._call(self._fakes)
         except PipelineError:
             raise
-        except _NO_FAKE_RUN as error:
+        except NO_FAKE_RUN as error:
             self.on_zeros = True
             self.owner.trace.warnings.append(f"{name}: probed with zeros, its run on shapes failed ({error!r:.200})")
             self._call_on_zeros()
@@ -89,25 +117,32 @@ class AtomExecution:
         self.tree = tree_unflatten([copy_holder(x) if is_opaque(x) else x for x in inputs], self._spec)
         self.holders = [(h, slots(h) or []) for h in holders(self.tree)]
         args, kwargs = self.tree
-        with FlopCounterMode(display=False) as counter, OperationWatch() as watch, self._hooks_recorded() as self.taps:
+        watch = OperationWatch(_MOST_OPERATIONS if self.on_zeros else None)
+        with of_the_user(), FlopCounterMode(display=False) as counter, watch, self._hooks_recorded() as self.taps:
             self.out = self._run(*args, **kwargs)
         self.flops, self.random, self.moved = counter.get_total_flops(), watch.hit, watch.moved
+        self.own_generator = watch.own
 
     def _call_on_zeros(self) -> None:
         zeros = self.owner.filled(0)
         inside = {id(d) for m in self.module.modules() for d in (m._parameters, m._buffers)}
-        undo = []
+        flat = [m for m in self.module.modules() if isinstance(m, nn.RNNBase)]  # keep a second list of parameters
+        undo: list[tuple[dict[str, Any], str, Any]] = [(m.__dict__, "_flat_weights", m._flat_weights) for m in flat]
         for dictionary, key, original in self.owner.fakes.swapped:
-            if id(dictionary) in inside:
+            if id(dictionary) in inside and is_fake(dictionary[key]):
                 fake = dictionary[key]
                 real = torch.zeros(fake.shape, dtype=fake.dtype, device=self.owner.device)
                 undo.append((dictionary, key, fake))
                 if isinstance(original, nn.Parameter):
                     real = _like_parameter(real, fake)
                 dictionary[key] = real
+        for m in flat:
+            m.__dict__["_flat_weights"] = [m._parameters.get(name) for name in m._flat_weights_names]
+        self.owner.inventing = zeros
         try:
-            self._call([sharding.on_local(zeros, x) if is_fake(x) else x for x in self._fakes])
+            self._call(self.owner.real(0, self._leaves, self._fakes))
         finally:
+            self.owner.inventing = None
             for dictionary, key, fake in undo:
                 dictionary[key] = fake
 

@@ -31,12 +31,26 @@ from lightning_3d.pipeline.describe import describe
 from lightning_3d.pipeline.events import Event, Leaf, NoCut, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.execution import TRAINING, trained_loss
 from lightning_3d.pipeline.glue import Glue
-from lightning_3d.pipeline.holders import changed, copy_holder, has_tensor, holders, is_opaque, slots
+from lightning_3d.pipeline.holders import (
+    changed,
+    content_of,
+    copy_holder,
+    has_tensor,
+    holders,
+    is_opaque,
+    opened,
+    slots,
+)
 from lightning_3d.pipeline.phantom import Phantom, function_name
-from lightning_3d.pipeline.probe_atom import AtomExecution, OperationWatch, is_fake, versions_of
+from lightning_3d.pipeline.probe_atom import NO_FAKE_RUN, AtomExecution, OperationWatch, is_fake, versions_of
+from lightning_3d.pipeline.probe_before import attributes_of, buffers_of, differ, shares_memory
+from lightning_3d.pipeline.probe_net import check_transforms, converted, of_the_user
 from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, own_parameters
 from lightning_3d.where import current_line
+
+_MOST_EVENTS = 300_000
+_DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class TraceRun(Glue):
@@ -68,6 +82,7 @@ class TraceRun(Glue):
         super().__init__(module, atoms)
         self._memory, self.keep_arguments = memory, keep_arguments
         self.trace, self.fakes, self.answers, self.seeds = trace, fakes, answers, seeds
+        answers.refusal = PipelineError
         self.randomness, self.device = randomness, randomness.device
         self._in_region = False
         self.buffers = {id(b): name for name, b in module.named_buffers()}
@@ -76,15 +91,20 @@ class TraceRun(Glue):
         self._touched_inside: set[Vid] = set()
         self._made: list[Phantom] = []
         self._dynamic_line = ""
+        self._executed: str | None = None  # the atom whose forward runs
+        self._weights: dict[Any, str] | None = None
+        self.inventing: Callable[[Tensor], Tensor] | None = None  # an atom runs on these in place of shapes
 
     def run(self, step: Callable[[], Any]) -> None:
-        before = _buffers(self.module)
-        with self.active():
+        before = buffers_of(self.module)
+        with converted(self.trace), self.active():
             out = step()
         if self.trace.step == TRAINING and torch.is_grad_enabled():
             trained_loss(out, TRAINING)
         written = self.trace.buffer_writes
-        self.trace.changed_buffers = [n for n, x in _buffers(self.module).items() if n in written or before.get(n) != x]
+        self.trace.changed_buffers = [
+            n for n, x in buffers_of(self.module).items() if n in written or before.get(n) != x
+        ]
         self.trace.final_reads |= {x.vid for x in tree_flatten(out)[0] if isinstance(x, Phantom)}
         dynamic = [n for n, event in enumerate(self.trace.events) if event.dynamic]
         if dynamic:
@@ -103,7 +123,18 @@ class TraceRun(Glue):
                 "module's forward."
             )
         self._touched_inside.add(phantom.vid)
-        return self.fake_of[phantom.vid]
+        fake = self.fake_of[phantom.vid]
+        return fake if self.inventing is None else sharding.on_local(self.inventing, fake)
+
+    def weight_behind(self, x: Tensor) -> str | None:
+        """Name of the parameter whose memory this is (itself, `.data`, a view)."""
+        if self._weights is None:
+            self._weights = {
+                sharding.local(p).untyped_storage()._cdata: self.fakes.names[id(p)]
+                for p in own_parameters(self.module)
+                if id(p) in self.fakes.names
+            }
+        return self._weights.get(sharding.local(x).untyped_storage()._cdata)
 
     def phantom(self, vid: Vid) -> Phantom:
         made = super().phantom(vid)
@@ -123,6 +154,14 @@ class TraceRun(Glue):
         self.n += 1
         event = Event(name, kind)
         self.trace.events.append(event)
+        check_transforms(name, leaves, lambda x: isinstance(x, Phantom) or id(x) in self.fakes.names)
+        if n >= _MOST_EVENTS and (self.answers.asked or self._dynamic_line):
+            raise PipelineError(
+                f"{self.trace.step} has made {n} calls while it is planned, and goes on. It asked for values that the "
+                "model computes, or made shapes that depend on them; the plan is made without values, with invented "
+                "answers, and with those a loop seems not to end. Use a fixed number of iterations, or put the loop "
+                "into the forward of one module."
+            )
         for x in leaves:
             if isinstance(x, Phantom):
                 event.reads.add(x.vid)
@@ -157,19 +196,18 @@ class TraceRun(Glue):
         versions = versions_of(fakes)
         fake_args, fake_kwargs = tree_unflatten(fakes, spec)
         try:
-            with self.fakes.mode, FlopCounterMode(display=False) as counter, OperationWatch() as watch:
+            with of_the_user(), self.fakes.mode, FlopCounterMode(display=False) as counter, OperationWatch() as watch:
                 out = func(*fake_args, **fake_kwargs)
-        except DataDependentOutputException:
-            return self._read(func, event, leaves)
-        except DynamicOutputShapeException:
-            return self._dynamic(func, event, n, leaves, fakes, spec)
+        except NO_FAKE_RUN as error:
+            # if it is wrong in itself, the run on ones says so in the words of the user's tensors
+            return self._on_ones(func, event, n, leaves, fakes, spec, isinstance(error, _DEPENDS_ON_VALUES))
         event.flops, event.random, event.moved = counter.get_total_flops(), watch.hit, watch.moved
         return describe(self, event, n, leaves, fakes, versions, (out, [], [], []))
 
     def _local(self, func: Any, args: Any, kwargs: Any, n: int, event: Event) -> Any:
         if not self._in_region:
             self.randomness.seed_event(self.seeds, n)
-        with OperationWatch() as watch:
+        with of_the_user(), OperationWatch() as watch:
             out = func(*args, **kwargs)
         event.random, event.looks = watch.hit, func in VALUE_READS
         if event.looks and isinstance(out, (bool, int)):
@@ -182,19 +220,45 @@ class TraceRun(Glue):
         event.answer = self.answers(func, next(x for x in leaves if isinstance(x, Tensor)))
         return event.answer
 
-    def _dynamic(self, func: Any, event: Event, n: int, leaves: list[Any], fakes: list[Any], spec: Any) -> Any:
-        """The shape depends on values: go on with the shape that ones would give; nothing after this can be cut."""
-        event.dynamic = True
-        self._dynamic_line = self._dynamic_line or current_line()
-        ones = [sharding.on_local(self.filled(1), x) if is_fake(x) else x for x in fakes]
+    def _on_ones(
+        self, func: Any, event: Event, n: int, leaves: list[Any], fakes: list[Any], spec: Any, dynamic: bool
+    ) -> Any:
+        """No run on shapes: go on with what ones give; nothing after a shape that depends on values can be cut."""
+        ones = self.real(1, leaves, fakes)
         versions = versions_of(ones)
         args, kwargs = tree_unflatten(ones, spec)
-        out = func(*args, **kwargs)
+        with of_the_user():
+            out = func(*args, **kwargs)
+        if not any(isinstance(x, Tensor) for x in tree_flatten(out)[0]):
+            return self._read(func, event, leaves)
+        if dynamic:
+            event.dynamic = True
+            self._dynamic_line = self._dynamic_line or current_line()
         return describe(self, event, n, leaves, ones, versions, (out, [], [], []))
 
-    def filled(self, value: float) -> Callable[[Tensor], Tensor]:
+    def real(self, value: float, leaves: list[Any], fakes: list[Any]) -> list[Any]:
+        """Arguments with data: what derives from parameters is filled, what every rank knows keeps its values.
+
+        So the lengths of sequences are lengths, and indices are in their range.
+        """
+        fill, known = self.filled(value), self.filled(None)
+        return [
+            x
+            if not is_fake(x)
+            else sharding.on_local(fill, x)
+            if isinstance(leaf, Phantom) or is_fake(leaf)
+            else known(leaf)
+            for leaf, x in zip(leaves, fakes, strict=True)
+        ]
+
+    def filled(self, value: float | None) -> Callable[[Tensor], Tensor]:
+        """Makes tensors like a given one, full of a value, or copies."""
+
         def fill(x: Tensor) -> Tensor:
-            real = torch.full(x.shape, value, dtype=x.dtype, device=self.device).requires_grad_(x.requires_grad)
+            if value is None:
+                real = x.detach().clone().requires_grad_(x.requires_grad)
+            else:
+                real = torch.full(x.shape, value, dtype=x.dtype, device=self.device).requires_grad_(x.requires_grad)
             return real * 1 if real.requires_grad else real  # not a leaf: in-place operations are legal
 
         return fill
@@ -213,6 +277,12 @@ class TraceRun(Glue):
             self.trace.no_cut.append(NoCut(first, self.n - 1, "it is one activation checkpoint"))
 
     def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
+        if self._executed is not None:
+            raise PipelineError(
+                f"{self._executed} logs {name!r} inside of its forward, which only the stage that holds it runs, and "
+                "what is logged is collected from the last stage. Return the value from the module, or leave it in an "
+                f"attribute (self.{name.rpartition('/')[2]} = value), and call self.log in {self.trace.step}."
+            )
         if isinstance(value, Phantom):
             self.trace.final_reads.add(value.vid)
         if isinstance(value, Metric) and kwargs.get("on_step") is not False:
@@ -223,25 +293,34 @@ class TraceRun(Glue):
         with self.paused():
             leaves, spec = tree_flatten((args, kwargs))
             n, event = self._begin("atom:" + name, "atom", leaves)
-            event.params = {self.fakes.names[id(p)] for p in own_parameters(module)}
+            weights = own_parameters(module)
+            event.params = {self.fakes.names[id(p)] for p in weights if id(p) in self.fakes.names}
+            check_transforms(event.name, weights, lambda _: True)
             self._touched_inside = set()
-            before = _attributes(module)
+            before = attributes_of(module)
             fakes = [self._fake(x) for x in leaves]
             if self.keep_arguments:
                 event.arguments = ([copy_holder(x) if is_opaque(x) else x for x in fakes], spec)
-            key = key_of(module, fakes, spec) if self._memory is not None else None
+            # with weights of others in place of its own (functional_call) it is like no other atom
+            as_always = len(event.params) == len(weights)
+            key = key_of(module, fakes, spec) if self._memory is not None and as_always else None
             known = self._memory.recall(name, key, (args, kwargs)) if self._memory is not None else None
             if known is not None:
                 return self._again(event, n, module, leaves, known, (args, kwargs), place_of(name))
             held_before = {number: content(holder) for number, holder in enumerate(holders((args, kwargs)))}
-            execution = AtomExecution(self, module, run, fakes, spec)
-            execution.execute(name)
+            execution = AtomExecution(self, module, run, leaves, fakes, spec)
+            self._executed = event.name
+            try:
+                with self.randomness.atom(execution):
+                    execution.execute(name)
+            finally:
+                self._executed = None
             event.reads |= self._touched_inside
             event.flops, event.random, event.moved = execution.flops, execution.random, execution.moved
             left = [
                 (key, x)
-                for key, (x, inside) in _attributes(module).items()
-                if has_tensor(x) and (key not in before or before[key][0] is not x or _differ(before[key][1], inside))
+                for key, (x, inside) in attributes_of(module).items()
+                if has_tensor(x) and (key not in before or before[key][0] is not x or differ(before[key][1], inside))
             ]
             event.attributes = [(self._module_by_id[i], attribute) for (i, attribute), _ in left]
             event.kept = [key in before and before[key][0] is x for key, x in left]
@@ -249,20 +328,24 @@ class TraceRun(Glue):
                 (submodule, [TensorMeta.of(x) if isinstance(x, Tensor) else x for x in flat], arg_spec)
                 for submodule, flat, arg_spec, _ in execution.taps
             ]
+            copies = {id(c): o for (c, _), o in zip(execution.holders, holders((args, kwargs)), strict=True)}
             contents = []
             for number, (holder, old) in enumerate(execution.holders):
                 new = slots(holder) or []
                 if changed(old, new):
                     event.holders.append((number, [key for key, _ in new]))
-                    contents.append([x for _, x in new])
-            originals = holders((args, kwargs))
-            copies = {id(c): o for c, o in zip(holders(execution.tree), originals, strict=True)}
-            combined = (execution.out, [tap[3] for tap in execution.taps], [x for _, x in left], contents)
+                    contents.append(content_of(holder, copies))
+            combined = (
+                opened(execution.out, copies),
+                [tap[3] for tap in execution.taps],
+                [x for _, x in left],
+                contents,
+            )
             result = describe(
                 self, event, n, leaves, execution.inputs, execution.versions, combined,
                 arguments=(args, kwargs), copies=copies, invented=execution.on_zeros,
             )  # fmt: skip
-            own = not self._touched_inside and not execution.on_zeros and not _shares_memory(self, event, fakes)
+            own = not self._touched_inside and not execution.on_zeros and not shares_memory(self, event, fakes)
             if self._memory is not None and own:
                 self._memory.remember(name, module, key, event, self.trace, held_before)
             return result
@@ -304,32 +387,3 @@ class TraceRun(Glue):
     @property
     def _module_by_id(self) -> dict[int, nn.Module]:
         return {id(m): m for m in self.module.modules()}
-
-
-def _shares_memory(run: TraceRun, event: Event, inputs: list[Any]) -> bool:
-    """Whether values of the event are views of its arguments, or of each other."""
-    made = [run.fake_of[leaf.payload] for leaf in event.leaves if leaf.kind == "value"]
-    given = {sharding.local(x).untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
-    storages = [sharding.local(x).untyped_storage()._cdata for x in made]
-    return len(set(storages)) < len(storages) or not given.isdisjoint(storages)
-
-
-def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which object every buffer is, and how often it was changed in place."""
-    return {n: (id(x), -1 if x.is_inference() else x._version) for n, x in module.named_buffers()}
-
-
-def _differ(before: list[Any], now: list[Any]) -> bool:
-    """Whether these are other objects."""
-    return len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True))
-
-
-def _attributes(module: nn.Module) -> dict[tuple[int, str], tuple[Any, list[Any]]]:
-    """Python attributes of all submodules, and what is in those that are lists or dicts."""
-    skipped = ("_parameters", "_buffers", "_modules", "_non_persistent")
-    return {
-        (id(m), key): (value, tree_flatten(value)[0] if isinstance(value, (list, dict)) and value else [])
-        for m in module.modules()
-        for key, value in m.__dict__.items()
-        if not key.startswith(skipped) and key != "forward"
-    }

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_3d.errors import DivergedError
 from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.absent import is_absent
 from lightning_3d.pipeline.events import MUTATED, Event, Vid
 from lightning_3d.pipeline.glue import Glue, Unwind, replaced_forward
-from lightning_3d.pipeline.holders import holders, replace_in_place, slots
+from lightning_3d.pipeline.holders import content_of, holders, opened, replace_in_place
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.rng import Randomness, Seeds
@@ -233,16 +234,31 @@ class StageRun(Glue):
         leaves, args, kwargs = self._resolve(args, kwargs)
         if event is not None and event.random and not self._in_region:
             self.randomness.seed_event(self.seeds, n)
+        if event is None:
+            self._check_whole(name, module)
         if event is None or n not in self._wanted:
             with self.paused():
                 return run(*args, **kwargs)
-        found = holders((args, kwargs)) if event.holders else []
+        found = holders((args, kwargs))
         with self.paused(), _tapped(event) as taps:
             out = run(*args, **kwargs)
         attributes = [getattr(submodule, key) for submodule, key in event.attributes]
-        contents = [[x for _, x in slots(found[number]) or ()] for number, _ in event.holders]
-        self._capture(n, event, leaves, (out, taps, attributes, contents))
+        known = {id(holder) for holder in found}
+        contents = [content_of(found[number], known) for number, _ in event.holders]
+        self._capture(n, event, leaves, (opened(out, known), taps, attributes, contents))
         return out
+
+    def _check_whole(self, name: str, module: nn.Module) -> None:
+        """A call that was not planned can only be made if this stage holds the module."""
+        missing = next((n for n, p in module.named_parameters() if is_absent(p)), None)
+        if missing is not None:
+            raise DivergedError(
+                f"{self.trace.step} calls {name!r} where the planned path does not, and its parameter {missing!r} is "
+                "on another stage, which has not planned this call and is not there to run it. How often the model is "
+                "called depends on what it computed: a loop until a value says stop (generate() of HuggingFace until "
+                "an end-of-sequence token). Use a fixed number of calls (for generate(): eos_token_id=None and "
+                "max_new_tokens), or do this with pipeline_parallel_size=1."
+            )
 
     def _resolved_argument(self, x: Any) -> Any:
         if type(x) is tuple:
