@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_3d.errors import ConfigurationError, near, not_yet
 from lightning_3d.layout import LONG_NAMES, Layout
-from lightning_3d.recompute import check_choice
+from lightning_3d.pipeline.training_schedule import TrainingSchedule
+from lightning_3d.recompute import check_choice, check_modes
 from lightning_3d.settings import Settings
-from lightning_3d.tensor.facts import DEMANDS
+from lightning_3d.values import check_values
 
 
 class CheckedArguments(abc.ABCMeta):
@@ -40,7 +43,7 @@ def check_effect(layout: Layout, settings: Settings) -> None:
     Raises:
         ConfigurationError: Names the setting and the way out.
     """
-    _check_values(settings)
+    check_values(settings)
     check_choice(settings.activation_checkpointing, layout.pp)
     microbatches = settings.num_microbatches
     pipeline = {
@@ -69,6 +72,13 @@ def check_effect(layout: Layout, settings: Settings) -> None:
         raise ConfigurationError(
             f"{_given(tensor)} has no effect with tensor_parallel_size=1. Set tensor_parallel_size > 1, or remove it."
         )
+    if settings.verify is True and layout.tp == layout.pp == 1:
+        raise ConfigurationError(
+            "verify=True has no effect with tensor_parallel_size=1 and pipeline_parallel_size=1: nothing is cut, so "
+            "there is nothing to prove. Remove it."
+        )
+    if layout.pp > 1:
+        _check_pipeline(layout, settings)
 
 
 def check_loss_weighting(value: Any) -> None:
@@ -86,43 +96,33 @@ def check_loss_weighting(value: Any) -> None:
         raise not_yet("loss_weighting='tokens'", "Use 'microbatch_mean'.")
 
 
-def _check_values(settings: Settings) -> None:
-    microbatches, plan, least = (
-        settings.num_microbatches,
-        settings.tensor_parallel_plan,
-        settings.strict_tensor_parallel,
-    )
-    if microbatches != "auto":
-        if isinstance(microbatches, bool) or not isinstance(microbatches, int):
-            raise ConfigurationError(f"num_microbatches is {microbatches!r}; it must be 'auto' or an integer.")
-        if microbatches < 1:
-            raise ConfigurationError(f"num_microbatches is {microbatches}; it must be at least 1.")
-    if not _is_split(settings.pipeline_split):
-        raise ConfigurationError(
-            f"pipeline_split is {settings.pipeline_split!r}; it must be 'auto', 'measured' or a list with the name of "
-            "the first module of every part but the first, as named_modules() spells it (['layers.6', 'layers.12'] for "
-            "three parts)."
-        )
-    if settings.hang_report_after is not None and not settings.hang_report_after > 0:
-        raise ConfigurationError(
-            f"hang_report_after is {settings.hang_report_after!r}; it must be a number of seconds, or None (no report)."
-        )
-    if not isinstance(settings.verify, bool) and settings.verify != "auto":
-        raise ConfigurationError(f"verify is {settings.verify!r}; it must be 'auto', True or False.")
-    if least is not None and not 0 <= least <= 1:
-        raise ConfigurationError(f"strict_tensor_parallel is {least!r}; it is a part of all parameters, from 0 to 1.")
-    for pattern, kind in plan.items() if isinstance(plan, Mapping) else ():
-        if kind not in DEMANDS:
-            raise ConfigurationError(
-                f"tensor_parallel_plan: {kind!r} for {pattern!r} is not one of {', '.join(DEMANDS)}."
-                + near(str(kind), DEMANDS)
-            )
+def _check_pipeline(layout: Layout, settings: Settings) -> None:
+    """The schedule's file, and what must fit it; the model is not needed for that.
 
-
-def _is_split(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in ("auto", "measured")
-    return isinstance(value, Sequence) and all(isinstance(name, str) for name in value)
+    Raises:
+        ConfigurationError: The file, or a number that does not fit it.
+    """
+    schedule = TrainingSchedule(layout.schedule, layout.pp, layout.virtual, layout.order)
+    made_for, asked, split = schedule.microbatches, settings.num_microbatches, settings.pipeline_split
+    if made_for is not None and asked not in ("auto", made_for):
+        raise ConfigurationError(
+            f"num_microbatches={asked}, but the schedule in {layout.schedule} is made for {made_for} microbatches. "
+            f"Set num_microbatches={made_for}, or leave it 'auto', which takes the file's number."
+        )
+    parts = len(schedule.owners)
+    if not isinstance(split, str) and len(split) != parts - 1:
+        raise ConfigurationError(
+            f"pipeline_split names {len(split)} modules, but the model is cut into {parts} parts "
+            f"(pipeline_parallel_size={layout.pp}, {parts // layout.pp} on each rank), which have {parts - 1} borders. "
+            "Name the first module of every part but the first."
+        )
+    recomputed = settings.activation_checkpointing
+    if layout.schedule in ("zb_h1", "zb_v") and recomputed is not None and set(check_modes(recomputed)) != {"none"}:
+        rank_zero_warn(
+            f"pipeline_schedule={layout.schedule!r} fills idle time with the gradients of weights, which a recomputed "
+            "block cannot leave for later (it would be recomputed twice): stages with activation_checkpointing="
+            f"{recomputed!r} have little or nothing to fill it with. Use '1f1b', or recompute fewer blocks."
+        )
 
 
 def _given(settings: dict[str, bool]) -> str:

@@ -19,6 +19,7 @@ from lightning_3d.observe import (
     ascii_timeline,
     balance,
     bubble,
+    check_picture,
     draw_timeline,
     load_traces,
     save_chrome_trace,
@@ -119,7 +120,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     raise not_yet(
-        "lightning-3d plan (choosing the layout automatically)",
+        "choosing the layout",
         "Choose the sizes with the rules of docs/planner.md and look at the result with lightning-3d explain.",
     )
 
@@ -145,6 +146,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> int:
+    if args.picture is not None:
+        check_picture(args.picture)
     traces = load_traces(args.folder)
     timeline = timeline_of(traces, args.step, args.loop)
     show(f"step {timeline.step} of {timeline.layout}, {1000 * timeline.seconds:.1f} ms")

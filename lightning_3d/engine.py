@@ -153,8 +153,8 @@ class Engine:
         if not self.tensor_plan.sharded_fraction and self.mesh.rank == 0:
             _log.warning(
                 f"tensor_parallel_size={self.layout.tp} divides nothing of this model, so every rank holds and "
-                "computes all of it. strategy.explain() says why for each parameter; use pipeline or data parallelism "
-                "instead, or name layers in tensor_parallel_plan."
+                "computes all of it. print(strategy.explain()) says why for each parameter; use pipeline or data "
+                "parallelism instead, or name layers in tensor_parallel_plan."
             )
         if step_name == "training_step":
             self.proved = prove(self.module, self.tensor_plan, step_on, batch, self.mesh, self.settings.verify)
@@ -178,7 +178,8 @@ class Engine:
         if self.runner is not None:
             counts = [sum(math.prod(self.global_shapes[n]) for n in held) for held in self.stage_names()]
             parts.append("stages of " + " + ".join(f"{count:,}" for count in counts) + " parameters")
-        return ", ".join(parts) + f" ({time.monotonic() - self._began:.1f} s). strategy.explain() shows the plan."
+        seconds = time.monotonic() - self._began
+        return f"{', '.join(parts)} ({seconds:.1f} s). print(strategy.explain()) shows the plan."
 
     def stage_names(self) -> list[list[str]]:
         """Names of the parameters every pipeline stage holds."""
@@ -194,18 +195,22 @@ class Engine:
             self.recorder.end_step()
 
     def _microbatches(self, batch: Any) -> int:
-        """The documented rule: 4 x pp microbatches, fewer where the batch has fewer samples."""
+        """The documented rule: 4 x pp microbatches, fewer where the batch has fewer samples; a file has its own."""
+        layout = self.layout
+        made_for = TrainingSchedule(layout.schedule, layout.pp, layout.virtual, layout.order).microbatches
         asked, size = self.settings.num_microbatches, batch_size(batch)
-        if asked == "auto":
-            return min(4 * self.layout.pp, size)
-        assert isinstance(asked, int)
-        if asked > size:
+        if asked == "auto" and made_for is None:
+            return min(4 * layout.pp, size)
+        count = made_for if asked == "auto" else asked
+        assert isinstance(count, int)
+        if count > size:
+            given = f"num_microbatches={count}" if asked == count else f"the schedule in {layout.schedule} has {count}"
             raise ConfigurationError(
-                f"num_microbatches={asked}, but a batch of one data-parallel replica has {describe_size(batch)}, so "
-                f"at most {size} microbatches can be cut. Raise the loader's batch_size to at least {asked}, lower "
-                "num_microbatches, or leave it 'auto'."
+                f"{given}, but a batch of one data-parallel replica has {describe_size(batch)}, so "
+                f"at most {size} microbatches can be cut. Raise the loader's batch_size to at least {count}, "
+                + ("lower num_microbatches, or leave it 'auto'." if made_for is None else "or choose another schedule.")
             )
-        return asked
+        return count
 
     def shard(self, optimizers: Sequence[Optimizer], watched: bool = False) -> None:
         """Hand the optimizers' groups and the gradients to ZeRO.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 
 class ConfigurationError(ValueError):
@@ -43,3 +44,15 @@ def near(name: str, known: Iterable[str], count: int = 3) -> str:
     """`" Did you mean 'a' or 'b'?"` for the closest known names, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def near_pattern(pattern: str, names: Iterable[str]) -> str:
+    """As `near`, for a pattern on names: the same pattern behind a prefix if that fits (`model.h.*` for `h.*`)."""
+    names = list(names)
+    hit = next((name for name in names if fnmatchcase(name, f"*.{pattern}")), None)
+    if hit is None:
+        return near(pattern, names)
+    parts = hit.split(".")
+    starts = (".".join(parts[:n]) for n in range(1, len(parts)))
+    prefix = next(start for start in starts if fnmatchcase(hit, f"{start}.{pattern}"))
+    return f" Did you mean '{prefix}.{pattern}'?"

@@ -64,6 +64,12 @@ class Layout:
     def _check_virtual(self) -> None:
         if self.order not in get_args(Order):
             raise LayoutError(f"virtual_pipeline_order is {self.order!r}; it must be 'looped' or 'contiguous'.")
+        if self.order != "looped" and self.schedule != "interleaved_1f1b":
+            raise LayoutError(
+                f"virtual_pipeline_order={self.order!r} has no effect with pipeline_schedule={self.schedule!r}: only "
+                "'interleaved_1f1b' deals parts of the model in an order of choice. Remove it, or choose "
+                "pipeline_schedule='interleaved_1f1b'."
+            )
         if self.schedule == "interleaved_1f1b" and self.virtual < 2:
             raise LayoutError(
                 f"pipeline_schedule='interleaved_1f1b' with virtual_pipeline_size={self.virtual}: interleaving means "

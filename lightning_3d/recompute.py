@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.errors import ConfigurationError, near
+from lightning_3d.errors import ConfigurationError, near, near_pattern
 from lightning_3d.pipeline.holders import changed, holders, set_slots, slots
 
 Mode = Literal["full", "selective", "none"]
@@ -237,26 +237,40 @@ def check_choice(choice: Choice, stages: int) -> None:
     Raises:
         ConfigurationError: An unknown mode, or a list of the wrong length.
     """
-    modes: Sequence[Any]
     if choice is None:
         return
-    if isinstance(choice, str):
-        modes = [choice]
-    elif isinstance(choice, Mapping):
-        modes = list(choice.values())
-    else:
-        modes = list(choice)
-        if len(modes) != stages:
-            raise ConfigurationError(
-                f"activation_checkpointing is a list of {len(modes)} modes, but there are {stages} pipeline stages: "
-                "give one mode per stage, the stage with the embedding first, or a single mode for all of them."
-            )
+    modes = check_modes(choice)
+    if not isinstance(choice, (str, Mapping)) and len(modes) != stages:
+        raise ConfigurationError(
+            f"activation_checkpointing is a list of {len(modes)} modes, but there are {stages} pipeline stages: "
+            "give one mode per stage, the stage with the embedding first, or a single mode for all of them."
+        )
     for mode in modes:
         if mode not in _MODES:
             raise ConfigurationError(
                 f"activation_checkpointing has the mode {mode!r}; it must be one of {', '.join(map(repr, _MODES))}."
                 + near(str(mode), _MODES)
             )
+
+
+def check_modes(choice: Any) -> list[Any]:
+    """The modes in a choice that is given.
+
+    Raises:
+        ConfigurationError: It is of the wrong kind.
+    """
+    if isinstance(choice, Mapping) and choice:
+        return list(choice.values())
+    if isinstance(choice, str):
+        return [choice]
+    if isinstance(choice, Sequence) and choice:
+        return list(choice)
+    hint = {True: " For all blocks write 'full'.", False: " For none write None."}
+    raise ConfigurationError(
+        f"activation_checkpointing is {choice!r}; it must be 'full' or 'selective' (all blocks), a list with a mode "
+        "for every pipeline stage, a dict of patterns on module names to modes ({'encoder.layers.*': 'full'}), or None."
+        + (hint[choice] if isinstance(choice, bool) else "")
+    )
 
 
 def _chosen(module: nn.Module, choice: Choice, stage: int, stages: int, opened: set[str]) -> dict[str, Mode]:
@@ -282,7 +296,8 @@ def _matched(module: nn.Module, patterns: Mapping[str, Mode], opened: set[str]) 
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
             raise ConfigurationError(
-                f"activation_checkpointing names {pattern!r}, which fits no module of the model." + near(pattern, names)
+                f"activation_checkpointing names {pattern!r}, which fits no module of the model."
+                + near_pattern(pattern, names)
             )
         for name in hits:
             if name in opened:

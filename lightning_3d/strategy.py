@@ -31,6 +31,7 @@ from lightning_3d.memory import memory_report
 from lightning_3d.mesh import Mesh
 from lightning_3d.saving import unwrapped
 from lightning_3d.settings import Settings
+from lightning_3d.values import check_flags, check_processes
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -88,12 +89,13 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             expert_parallel_size: Ranks that share the experts (not in this version).
             zero_stage: 0: replicas hold everything; 1: they share the optimizer state. (2, 3: not in this version.)
             num_microbatches: Slices of a batch that follow each other through the pipeline; "auto" is
-                min(batch, 4 x pipeline_parallel_size). Needs pipeline_parallel_size > 1.
+                min(batch, 4 x pipeline_parallel_size), or what a schedule's file is made for. Needs
+                pipeline_parallel_size > 1.
             pipeline_schedule: Order of forwards and backwards. "1f1b" keeps at most `pipeline_parallel_size`
                 microbatches alive on a stage, "gpipe" all of them; "interleaved_1f1b" gives every rank several parts
                 of the model; "zb_h1" and "zb_v" fill idle time with the gradients of weights. Or the path of a file
                 with one's own lists of actions. docs/schedules.md compares them.
-            virtual_pipeline_size: Parts of the model per pipeline rank, for "interleaved_1f1b".
+            virtual_pipeline_size: Parts of the model per pipeline rank, for "interleaved_1f1b" ("zb_v" always has 2).
             virtual_pipeline_order: How these parts are dealt: "looped" (1 2 1 2, smaller bubble) or "contiguous"
                 (1 1 2 2).
             sequence_parallel: Also cut norms, dropout and residuals along the sequence between tensor-parallel layers.
@@ -137,6 +139,15 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         Raises:
             ConfigurationError: Arguments that are unknown, impossible, not built yet, or without effect.
         """
+        check_flags(
+            sequence_parallel=sequence_parallel,
+            exact_dropout=exact_dropout,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            allow_cross_node_tensor_parallel=allow_cross_node_tensor_parallel,
+            record_timeline=record_timeline,
+            record=record,
+        )
+        check_processes(timeout, process_group_backend, bucket_size_mb)
         super().__init__(
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,

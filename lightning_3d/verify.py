@@ -135,8 +135,7 @@ def verify(module: nn.Module, batch: Any, layout: Layout | str, *, num_microbatc
 
     Collectives: none.
     """
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    layout.check_supported()
+    layout = _checked(module, layout)
     with _without_trainer(module):
         return _verify(module, batch, layout, num_microbatches)
 
@@ -171,8 +170,7 @@ def explain(module: nn.Module, batch: Any, layout: Layout | str) -> str:
     Raises:
         ConfigurationError: The model cannot be cut this way.
     """
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    layout.check_supported()
+    layout = _checked(module, layout)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
     with _without_trainer(module):
         plan = plan_tensor_parallel(module, _step(batch), layout.tp) if layout.tp > 1 else None
@@ -180,6 +178,26 @@ def explain(module: nn.Module, batch: Any, layout: Layout | str) -> str:
         if layout.pp > 1:
             stages = stages_of(simulate(module, layout.pp, batch, owners=_owners(layout)).partitions[0])
     return describe_plan(layout, plan, shapes, stages)
+
+
+def _checked(module: Any, layout: Any) -> Layout:
+    """The layout; both arguments are of the right kind.
+
+    Raises:
+        ConfigurationError: They are not, or this version cannot do the layout.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(
+            f"the first of module and batch is a {type(module).__name__}, not a LightningModule. The order is module, "
+            "batch, layout; a factory for the command line returns (module, batch)."
+        )
+    if not isinstance(layout, (str, Layout)):
+        raise ConfigurationError(
+            f"layout is {layout!r}; it must be a text like 'tp2-pp2', or lightning_3d.Layout(tp=2, pp=2)."
+        )
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout.check_supported()
+    return layout
 
 
 @contextmanager
@@ -193,8 +211,8 @@ def _without_trainer(module: nn.Module) -> Iterator[None]:
         raise ConfigurationError(
             f"training_step of {type(module).__name__} uses self.trainer, or what needs it (self.optimizers(), "
             "self.lr_schedulers()), but verify and explain call the step without a Trainer. With ThreeDStrategy in a "
-            "Trainer it works, and the plan is proved there before training (strategy.explain() shows it). To use them "
-            "here, guard those lines: `if self._trainer is not None: ...`."
+            "Trainer it works, and the plan is proved there before training (print(strategy.explain()) shows it). To "
+            "use them here, guard those lines: `if self._trainer is not None: ...`."
         ) from None
 
 

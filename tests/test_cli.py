@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import lightning_3d
 from lightning_3d import cli
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.observe import save_trace
 from tests.observe.simulated import traces
@@ -121,3 +123,19 @@ def test_exporting_a_plain_file_says_that_it_is_plain(tmp_path, capsys) -> None:
 def test_inspecting_what_is_no_checkpoint_is_an_answer_not_a_traceback(tmp_path, capsys) -> None:
     assert cli.main(["checkpoint", "inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("lightning-3d checkpoint: ")
+
+
+def test_arguments_in_another_order_are_named(tmp_path, capsys) -> None:
+    file = tmp_path / "swapped_factory.py"
+    file.write_text("import torch\n\ndef factory():\n    return [1], torch.nn.Linear(2, 2)\n")
+    assert cli.main(["explain", "--module", f"{file}:factory", "--layout", "tp2"]) == 2
+    assert "is a list, not a LightningModule. The order is module, batch, layout" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="The order is"):
+        lightning_3d.explain([1], None, "tp2")
+    with pytest.raises(ConfigurationError, match=r"layout is \{'tp': 2\}"):
+        lightning_3d.explain(torch.nn.Linear(2, 2), None, {"tp": 2})
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path, capsys) -> None:
+    assert cli.main(["timeline", str(tmp_path), "--picture", "a.xyz"]) == 2
+    assert "must end in .png or .svg" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """WHAT did it do?  Traces of the pipeline, timelines, the communication ledger, tables. How it works: README.md."""
 
 from lightning_3d.observe.chrome import chrome_trace, save_chrome_trace
-from lightning_3d.observe.drawing import draw_losses, draw_timeline
+from lightning_3d.observe.drawing import check_picture, draw_losses, draw_timeline
 from lightning_3d.observe.idle import Bubble, bubble, ideal
 from lightning_3d.observe.imbalance import Balance, StageTime, balance
 from lightning_3d.observe.ledger import LedgerRow, ledger_rows, ledger_rows_table, ledger_table
@@ -36,6 +36,7 @@ __all__ = [
     "axis_table",
     "balance",
     "bubble",
+    "check_picture",
     "chrome_trace",
     "draw_losses",
     "draw_timeline",

@@ -8,7 +8,7 @@ It implements no hook that may look at gradients (`on_after_backward`, ...): ZeR
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class PipelineTimelineBase:
     """See `lightning_3d.PipelineTimeline`.
 
     Args:
-        every_n_steps: Record every n-th training batch of the run.
+        every_n_steps: Record every n-th training batch of the run; None: every 10th.
         steps: Record these batches of the run instead (numbers from 0).
         folder: Where traces and pictures go; None: `timeline` in the trainer's `log_dir`. All ranks must reach it.
         write_every: Write and draw after every so many recorded steps, too, not only at the end.
@@ -50,7 +50,7 @@ class PipelineTimelineBase:
 
     def __init__(
         self,
-        every_n_steps: int = 10,
+        every_n_steps: int | None = None,
         steps: Sequence[int] | None = None,
         folder: str | Path | None = None,
         write_every: int | None = None,
@@ -60,12 +60,14 @@ class PipelineTimelineBase:
         keep: int = 64,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("write_every", write_every), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"PipelineTimeline({name}={value}): it must be at least 1.")
+            if value is not None and not (_is_count(value) and value >= 1):
+                raise ConfigurationError(f"PipelineTimeline({name}={value!r}): it must be an integer of at least 1.")
+        if steps is not None:
+            _check_steps(steps, every_n_steps)
         unknown = [ending for ending in pictures if ending not in ("png", "svg")]
         if unknown:
             raise ConfigurationError(f"PipelineTimeline(pictures={list(pictures)}): known are 'png' and 'svg'.")
-        self.every_n_steps, self.steps = every_n_steps, None if steps is None else frozenset(steps)
+        self.every_n_steps, self.steps = every_n_steps or 10, None if steps is None else frozenset(steps)
         self.folder = None if folder is None else Path(folder)
         self.write_every, self.pictures, self.text, self.keep = write_every, tuple(pictures), text, keep
         self.logs = log
@@ -197,9 +199,11 @@ class PipelineTimelineBase:
             )
         traces = [trace for trace in load_traces(self._path) if trace.rank < world_size]  # of an older, larger run
         if not any(trace.steps for trace in traces):
-            wanted = f"every {self.every_n_steps}th" if self.steps is None else f"those of {sorted(self.steps)}"
+            wanted, way = f"every {self.every_n_steps}th", "a smaller every_n_steps"
+            if self.steps is not None:
+                wanted, way = f"those of steps={sorted(self.steps)} (numbers from 0)", "smaller steps"
             raise ConfigurationError(
-                f"the run ended before any batch was recorded; asked for were {wanted}. Choose a smaller every_n_steps."
+                f"the run ended before any batch was recorded; asked for were {wanted}. Choose {way}."
             )
         timeline = timeline_of(traces)
         shown = timeline if len(timeline.lanes) <= _ROWS else timeline.replica()
@@ -210,3 +214,21 @@ class PipelineTimelineBase:
             lines += [ascii_timeline(timeline.replica())] if self.text else []
             lines += [str(bubble(timeline)), str(balance(traces)), f"written: {', '.join(drawn)}"]
             rank_zero_info("\n".join(lines))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_steps(steps: Any, every_n_steps: int | None) -> None:
+    """Raise `ConfigurationError` unless `steps` are numbers of batches, and the only choice of batches."""
+    if not isinstance(steps, Collection) or not steps or not all(_is_count(s) and s >= 0 for s in steps):
+        raise ConfigurationError(
+            f"PipelineTimeline(steps={steps!r}): it must be a list of the numbers of batches of the run, from 0 on, "
+            "for example steps=[3, 100]."
+        )
+    if every_n_steps is not None:
+        raise ConfigurationError(
+            f"PipelineTimeline(steps={steps!r}, every_n_steps={every_n_steps}): both choose the batches to record. "
+            "Remove one of them."
+        )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.observe.idle import bubble, ideal
 from lightning_3d.observe.timeline import Timeline
 
@@ -20,6 +21,12 @@ _NAME = {
 }
 
 _SMALL: dict[str, Any] = {"fontsize": 7, "color": "#555555", "ha": "right", "va": "top"}
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise `ConfigurationError` unless the file's ending is one that is drawn."""
+    if Path(path).suffix not in (".png", ".svg"):
+        raise ConfigurationError(f"cannot draw to {str(path)!r}: the name must end in .png or .svg.")
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, *, with_ideal: bool = True, note: str = "") -> Path:

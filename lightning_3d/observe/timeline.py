@@ -87,7 +87,9 @@ def timeline_of(traces: Sequence[RankTrace], step: int | None = None, loop: str 
     """
     steps = recorded_steps(traces, loop)
     if not steps:
-        raise ConfigurationError(f"no {loop!r} step was recorded by all of the {len(traces)} ranks.")
+        raise ConfigurationError(
+            f"no {loop!r} step was recorded by all of the {len(traces)} ranks. Was the run shorter than every_n_steps?"
+        )
     if step is None:
         by_length = sorted((_merge(traces, s, loop) for s in steps), key=lambda t: t.seconds)
         return by_length[len(by_length) // 2]

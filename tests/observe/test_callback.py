@@ -89,3 +89,13 @@ def test_another_strategy_and_wrong_numbers_are_refused() -> None:
 def test_it_has_no_hook_for_which_gradients_would_be_shown() -> None:
     for hook in (*GRADIENT_HOOKS, *ZERO_GRAD_HOOKS):
         assert getattr(PipelineTimeline, hook, None) is getattr(pl.Callback, hook, None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"every_n_steps": "a"}, {"every_n_steps": 0}, {"steps": 5}, {"steps": []}, {"steps": [-1]}, {"keep": 2.5},
+     {"steps": [1], "every_n_steps": 2}],
+)  # fmt: skip
+def test_values_of_the_wrong_kind(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+        PipelineTimeline(**arguments)

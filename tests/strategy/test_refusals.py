@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,12 +16,15 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from lightning_3d import Layout, ThreeDStrategy
-from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.errors import ConfigurationError, LayoutError, near_pattern
 from lightning_3d.suitability import check_can_be_trained
 from lightning_3d.testing import DistributedError, preload, run_distributed
 from tests import models
 
 preload("tests.models")
+
+
+TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,27 @@ preload("tests.models")
         ({"loss_weighting": "token"}, ["loss_weighting is 'token'", "'microbatch_mean'", "Did you mean 'tokens'"]),
         ({"verify": "no"}, ["verify is 'no'", "'auto', True or False"]),
         ({"loss_weighting": "tokens"}, ["loss_weighting='tokens'", "microbatch_mean"]),
+        ({"activation_checkpointing": True}, ["activation_checkpointing is True", "'full'"]),
+        ({"activation_checkpointing": False}, ["activation_checkpointing is False", "None"]),
+        ({"activation_checkpointing": {}}, ["activation_checkpointing is {}"]),
+        ({**TP2, "strict_tensor_parallel": "0.9"}, ["strict_tensor_parallel is '0.9'", "a number from 0 to 1"]),
+        ({**TP2, "strict_tensor_parallel": True}, ["strict_tensor_parallel is True"]),
+        ({**TP2, "tensor_parallel_plan": ["a"]}, ["tensor_parallel_plan is ['a']", "a dict of patterns"]),
+        ({**TP2, "tensor_parallel_plan": {}}, ["tensor_parallel_plan is {}", "no effect"]),
+        ({"timeout": 1800}, ["timeout is 1800", "timedelta"]),
+        ({"process_group_backend": "foo"}, ["process_group_backend is 'foo'", "gloo"]),
+        ({"save_distributed_checkpoint": "no"}, ["save_distributed_checkpoint is 'no'", "True or False"]),
+        ({**TP2, "sequence_parallel": "yes"}, ["sequence_parallel is 'yes'"]),
+        ({"bucket_size_mb": 0}, ["bucket_size_mb is 0", "above 0"]),
+        ({"hang_report_after": "60"}, ["hang_report_after is '60'", "seconds"]),
+        ({"verify": True}, ["verify=True has no effect"]),
+        ({**PP2, "virtual_pipeline_order": "contiguous"}, ["virtual_pipeline_order='contiguous'", "no effect"]),
+        ({**PP2, "pipeline_schedule": "nofile.txt"}, ["nofile.txt cannot be read"]),
+        ({**PP2, "pipeline_split": ["a", "b"]}, ["names 2 modules", "2 parts", "1 borders"]),
+        (
+            {**PP2, "pipeline_schedule": "zb_v", "pipeline_split": ["a"]},
+            ["names 1 modules", "4 parts (pipeline_parallel_size=2, 2 on each rank)", "3 borders"],
+        ),
     ],
 )
 def test_constructor(arguments: dict[str, Any], words: list[str]) -> None:
@@ -59,6 +84,31 @@ def test_constructor(arguments: dict[str, Any], words: list[str]) -> None:
         ThreeDStrategy(**arguments)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_file_says_what_must_fit_it(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("rank 0: F0.0 F1.0 B0.0 B1.0\nrank 1: F0.1 B0.1 F1.1 B1.1\n")
+    ThreeDStrategy(**PP2, pipeline_schedule=str(path), process_group_backend="cpu:gloo,cuda:nccl")
+    with pytest.raises(ConfigurationError, match=r"num_microbatches=3, but .* is made for 2 microbatches"):
+        ThreeDStrategy(**PP2, pipeline_schedule=str(path), num_microbatches=3)
+    with pytest.raises(ConfigurationError, match="has lists for 2 stages"):
+        ThreeDStrategy(pipeline_parallel_size=4, pipeline_schedule=str(path))
+
+
+def test_zero_bubble_with_recomputed_blocks_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"zb_h1.* a recomputed block cannot leave for later"):
+        ThreeDStrategy(**PP2, pipeline_schedule="zb_h1", activation_checkpointing={"a": "full"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ThreeDStrategy(**PP2, pipeline_schedule="1f1b", activation_checkpointing="full")
+        ThreeDStrategy(**PP2, pipeline_schedule="zb_h1", activation_checkpointing=["none", "none"])
+
+
+def test_a_pattern_without_its_prefix_is_completed() -> None:
+    names = ["gpt", "gpt.transformer.h.0", "gpt.transformer.h.1"]
+    assert near_pattern("transformer.h.*", names) == " Did you mean 'gpt.transformer.h.*'?"
+    assert "gpt.transformer.h.1" in near_pattern("transformr.h.1", names)
 
 
 @pytest.mark.parametrize(
