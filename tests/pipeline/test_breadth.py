@@ -336,7 +336,7 @@ class OneLayer(Module):
 
 
 REFUSED: dict[str, tuple[Any, list[str], str]] = {
-    "one_layer": (OneLayer, ["2 pipeline stages", "only 1 piece: layer", "Use smaller sizes"], ""),
+    "one_layer": (OneLayer, ["2 pipeline stages", "only 1 piece: layer", "a smaller pipeline_parallel_size"], ""),
     "backward": (lambda: Leaky("backward"), ["calls backward() itself", "pipeline_parallel_size=1"], "loss.backward()"),
     "grad": (lambda: Leaky("grad"), ["calls grad() itself", "pipeline_parallel_size=1"], "torch.autograd.grad("),
     "jacobian": (lambda: Leaky("jacobian"), ["grad() itself", "pipeline_parallel_size=1"], "jacobian("),

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_3d.errors import DivergedError, PipelineError
-from lightning_3d.pipeline import probe_run
+from lightning_3d.pipeline import probe_atom, probe_run
 from lightning_3d.pipeline.simulate import simulate
 from lightning_3d.testing import relative_error
 
@@ -401,6 +401,31 @@ def test_a_loop_that_ends_with_another_answer(kind: Callable[[], Net]) -> None:
 
 def test_a_loop_that_no_answer_ends() -> None:
     refused(Counts, "a loop never ends", "while count.item() < 5:", "range(n)")
+
+
+class Shrinks(Net):
+    """Its shapes decide, which ones would give: no line asks for a value."""
+
+    def body(self, x: Tensor, batch: Batch) -> Tensor:
+        x = super().body(x, batch)
+        while len(x[x.sum(1) > 0]) == len(x):
+            x = x - 1
+        return x
+
+
+class Doubling(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        while x.abs().max() < 1:
+            x = x * 2
+        return x
+
+
+def test_loops_without_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_run, "_MOST_EVENTS", 500)
+    refused(Shrinks, "has made 500 calls while it is planned", "fixed number of iterations")
+    monkeypatch.setattr(probe_atom, "_MOST_OPERATIONS", 500)
+    refused(lambda: Net(Doubling), "were zeros while the step is planned", "Bound the loop")
 
 
 def test_a_loop_that_needs_the_first_stage_again() -> None:
