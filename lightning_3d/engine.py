@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_3d.observe.device import DeviceClock
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.pipeline.samples import batch_size, describe_size
+from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.proof import prove
@@ -212,12 +214,13 @@ class Engine:
             )
         return count
 
-    def shard(self, optimizers: Sequence[Optimizer], watched: bool = False) -> None:
+    def shard(self, optimizers: Sequence[Optimizer], watched: bool = False, keeps: bool = False) -> None:
         """Hand the optimizers' groups and the gradients to ZeRO.
 
         Args:
             optimizers: All of the module's.
             watched: Hooks of the user may look at `.grad`.
+            keeps: Also while batches are accumulated.
         """
         if self.layout.tp > 1 and self._cut_by != "training_step" and self.settings.verify and self.mesh.rank == 0:
             _log.warning(
@@ -239,6 +242,8 @@ class Engine:
             parted=self.layout.tp * self.layout.pp > 1,
             publish_later=self.runner is not None,
             watched=watched,
+            keeps=keeps,
+            windows=self.runner.windows_of_parameters() if self.runner is not None else None,
             bucket_bytes=self.settings.bucket_bytes or (4 << 20 if self.mesh.device.type == "cpu" else 25 << 20),
         )
 
@@ -330,12 +335,23 @@ class Engine:
                 batch,
                 batch_idx,
                 scale=scale,
-                before_last_backward=self.zero.start_reducing if last else _nothing,
+                before_last_backward=self.zero.start_reducing if last else None,
+                each_backward=self._reduce_each if self.zero.reduces_always else None,
             )
-            if last:
-                self.zero.finish()
+            if last or self.zero.reduces_always:
+                self.zero.finish(final=last)
         self.zero.put_back()
         return result
+
+    def _reduce_each(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[None]] | None:
+        """ZeRO-2 reduces after each backward, if the replicas run the same ones; else after the last.
+
+        A smaller last batch may give one replica fewer microbatches.
+        """
+        assert self.zero is not None
+        mine = [(action.kind, action[2]) for action in actions if action.kind in ("B", "W")]
+        everybody = self.mesh.control.all_gather_object(zlib.crc32(repr(mine).encode()))
+        return self.zero.backward_of if len(set(everybody)) == 1 else None
 
     def pipeline_evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:
         """A forward-only pass of a validation, test or predict step through the stages."""
@@ -392,7 +408,3 @@ def _whole(value: Any) -> Any:
 def _local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Also of what only other stages hold, so that all ranks refuse alike."""
     return tuple(getattr(parameter, "local_shape", parameter.shape))
-
-
-def _nothing() -> None:
-    return None

@@ -44,6 +44,7 @@ from lightning_3d.settings import Settings
 from lightning_3d.skipping import SKIPPED, Skips, drop_gradients, let_steps_be_skipped
 from lightning_3d.stopping import may_stop, stop_together
 from lightning_3d.suitability import (
+    BACKWARD_HOOKS,
     GRADIENT_HOOKS,
     ZERO_GRAD_HOOKS,
     check_can_be_trained,
@@ -159,7 +160,13 @@ class Lifecycle(Saving):
             self._hang.follow(self.engine.runner)
         if fitting:
             watched = not module.automatic_optimization or is_overridden(module, trainer.callbacks, GRADIENT_HOOKS)
-            self.engine.shard(self.optimizers, watched)
+            keeps = trainer.accumulate_grad_batches > 1 and is_overridden(module, trainer.callbacks, BACKWARD_HOOKS)
+            if keeps and self.mesh.layout.zero > 1:
+                rank_zero_info(
+                    "lightning_3d: on_after_backward is overridden, so gradients are kept whole while batches are "
+                    "accumulated, as with zero_stage=1. Use on_before_optimizer_step to keep this rank's part only."
+                )
+            self.engine.shard(self.optimizers, watched, keeps)
             self._torch_norm = GlobalTorchNorm(partial(norm_of, self.engine))
             self._torch_norm.install()
             self._skips = None
@@ -339,15 +346,17 @@ class Lifecycle(Saving):
         direct = engine.runner is None
         zero.shown.hide()
         self.pre_backward(closure_loss)
-        if direct and not self._accumulating:
+        reduces = direct and (zero.reduces_always or not self._accumulating)
+        if reduces:
             zero.start_reducing()
         with engine.sharding_rules(training=True), engine.mesh.ledger.during("backward"):
             closure_loss = precision.pre_backward(closure_loss, module)
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if reduces:
+            zero.finish(final=not self._accumulating)
         if self._accumulating:
             zero.shown.show_local(zero.buckets)
         elif direct:
-            zero.finish()
             zero.publish()
         closure_loss = precision.post_backward(closure_loss, module)  # runs on_after_backward
         self.post_backward(closure_loss)

@@ -87,7 +87,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             data_parallel_size: Replicas; "auto" is world / (tensor x pipeline x context).
             context_parallel_size: Ranks that share one sequence (not in this version).
             expert_parallel_size: Ranks that share the experts (not in this version).
-            zero_stage: 0: replicas hold everything; 1: they share the optimizer state. (2, 3: not in this version.)
+            zero_stage: 0: replicas hold everything; 1: they share the optimizer state; 2: and the gradients, which are
+                reduced after every backward. (3: not in this version.)
             num_microbatches: Slices of a batch that follow each other through the pipeline; "auto" is
                 min(batch, 4 x pipeline_parallel_size), or what a schedule's file is made for. Needs
                 pipeline_parallel_size > 1.

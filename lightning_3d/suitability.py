@@ -15,9 +15,10 @@ from lightning_3d.layout import Layout
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
+BACKWARD_HOOKS = ("on_after_backward",)
 GRADIENT_HOOKS = (
     *ZERO_GRAD_HOOKS,
-    "on_after_backward",
+    *BACKWARD_HOOKS,
     "on_before_optimizer_step",
     "configure_gradient_clipping",
     "optimizer_step",

@@ -35,6 +35,7 @@ from lightning_3d.pipeline.walk import Recorder, Walk
 from lightning_3d.probe import call_step
 
 _ROUTES_KEPT = 64
+EachBackward = Callable[[Sequence[Action]], Callable[[int], AbstractContextManager[None]] | None]
 
 
 class PipelineRunner:
@@ -131,7 +132,7 @@ class PipelineRunner:
             seed=self.seed,
             microbatches=self.num_microbatches,
         )
-        partition = self.plans.begin(step_name, first, self.split, owners)
+        partition = self._first = self.plans.begin(step_name, first, self.split, owners)
         self._program = self.plans.program
         self._place(partition)
         return partition
@@ -196,6 +197,7 @@ class PipelineRunner:
         *,
         scale: float | Tensor = 1.0,
         before_last_backward: Callable[[], None] | None = None,
+        each_backward: EachBackward | None = None,
         weights: Sequence[float | Tensor] | None = None,
     ) -> StepResult:
         """Run the schedule on one batch. Gradients of `scale * sum(weight * loss)` are added into `.grad`.
@@ -207,6 +209,8 @@ class PipelineRunner:
             batch_idx: Passed on to the user's step.
             scale: Factor of the whole loss (1/dp, 1/accumulation, gradient scaler).
             before_last_backward: Called right before this stage's last backward.
+            each_backward: Given this stage's actions, what is entered (with the window's number) around every backward
+                that completes gradients of a window, instead of the call before the last one; or None.
             weights: Per microbatch, instead of its share of the samples.
 
         Raises:
@@ -219,7 +223,8 @@ class PipelineRunner:
         walk.partitions, owners = along(walk.partitions, self._schedule.owners)
         lists = self._schedule.lists(owners, len(microbatches))
         spread = self._spread_of(walk.partitions)
-        walk.run(self._routes(walk.partitions, lists), before_last_backward)
+        around = each_backward(lists[self.stage]) if each_backward is not None else None
+        walk.run(self._routes(walk.partitions, lists), before_last_backward if around is None else None, around)
         spread.finish()
         self.step_number += 1
         self.live_peak = walk.live_peak
@@ -293,6 +298,15 @@ class PipelineRunner:
         if self.stage != self.stages - 1:
             return StepResult(microbatches=len(sizes))
         return collect(walk.outputs, walk.losses, walk.logged, sizes, weights)
+
+    def windows_of_parameters(self) -> dict[str, set[int]]:
+        """Name -> windows of this stage that used the parameter when the step was planned."""
+        found: dict[str, set[int]] = {}
+        for window in self._first.windows:
+            for event in self._first.trace.events[window.start : window.stop] if window.stage == self.stage else ():
+                for name in event.params:
+                    found.setdefault(name, set()).add(window.number)
+        return found
 
     def _spread_of(self, partitions: Sequence[Partition]) -> Spread:
         pieces = distinct(piece for partition in partitions for piece in partition.trace.pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -78,10 +79,21 @@ class Walk:
         self.live_peak = 0
         self._live: dict[tuple[int, int], Live] = {}
 
-    def run(self, routes: Routes, before_last_backward: Callable[[], None] | None = None) -> None:
-        """Walk this stage's list."""
+    def run(
+        self,
+        routes: Routes,
+        before_last_backward: Callable[[], None] | None = None,
+        around_backward: Callable[[int], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Walk this stage's list.
+
+        Args:
+            routes: Of this batch.
+            before_last_backward: Called before the last action that gives gradients of weights.
+            around_backward: Entered, with the window, around every action that completes gradients of a window.
+        """
         mine = routes.lists[self.stage]
-        self._routes = routes
+        self._routes, self._around_backward = routes, around_backward
         several = self.weights is not None and len(self.partitions) > 1
         self.program.step_values.begin(m for p in self.partitions for m in p.trace.step_metrics if several)
         # only these give gradients of weights
@@ -111,7 +123,10 @@ class Walk:
             with self.ledger.during("forward"):
                 self._forward(action)
             return
-        with self.ledger.during("backward"):
+        around: AbstractContextManager[None] = nullcontext()
+        if self._around_backward is not None and action.kind != "I":
+            around = self._around_backward(action[2])
+        with self.ledger.during("backward"), around:
             if action.kind == "W":
                 self._backward_of_weights(action, hook)
             else:

@@ -6,6 +6,7 @@ A bucket is a run of parameters of one dtype and optimizer. With `world` data-pa
     stage 0   gradients are all-reduced; the optimizer keeps the user's parameters
     stage 1   gradients are reduce-scattered; the optimizer holds a `Piece` per parameter, this rank's part of it,
               and the new parameters are all-gathered after its step
+    stage 2   the same, after every backward: between backwards a rank keeps the sums of its range only
 
 A gradient passes through four states: written (by the hook, into the full-size buffer), launched (reduction under
 way), landed (pending, this rank's sum), published (`.grad` of what the optimizer holds).
@@ -13,7 +14,7 @@ way), landed (pending, this rank's sum), published (`.grad` of what the optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -107,9 +108,13 @@ class Bucket:
     Args:
         parameters: (name, parameter, counted), one dtype and device.
         data: The data-parallel axis.
-        sharded: Stage 1: cut over `data` (False: stage 0).
+        sharded: Stages 1 and 2: cut over `data` (False: stage 0).
         whole: Give every parameter to one rank entirely (optimizers that look at whole matrices).
         holders: The axis over pipeline stages that share these parameters, or None.
+        windows: The windows of this stage that use them; empty where nobody knows.
+
+    Attributes:
+        launched: Its reduction was started in the backward under way.
     """
 
     def __init__(
@@ -120,8 +125,9 @@ class Bucket:
         sharded: bool,
         whole: bool = False,
         holders: Communicator | None = None,
+        windows: Set[int] = frozenset(),
     ) -> None:
-        self.data, self.sharded, self.whole, self.holders = data, sharded, whole, holders
+        self.data, self.sharded, self.whole, self.holders, self.windows = data, sharded, whole, holders, windows
         self.dtype, self.device = parameters[0][1].dtype, parameters[0][1].device
         self.slots: list[Slot] = []
         shards = data.size if sharded else 1
@@ -134,6 +140,8 @@ class Bucket:
         self.pending: Tensor | None = None  # reduced, not yet published
         self.published: Tensor | None = None  # what `.grad` of the held parameters are views of
         self.flight: PendingShard | Pending | None = None
+        self.travels: Tensor | None = None  # the buffer that is being reduced
+        self.launched = False
         self.gathering: Pending | None = None
         for slot in self.slots:
             low, high = max(slot.offset, self.low), min(slot.offset + slot.numel, self.high)
@@ -222,6 +230,11 @@ class Bucket:
             self.filled.add(slot)
         slot.parameter.grad = None
 
+    @property
+    def touched(self) -> bool:
+        """It has something of the backward under way."""
+        return self.launched or bool(self.filled)
+
     def launch(self, take: Callable[[Bucket], Tensor]) -> None:
         """Start the reduction (mean over the data-parallel ranks)."""
         if self.gradients is None:
@@ -230,8 +243,6 @@ class Bucket:
             # stage 0: a parameter this backward did not reach may still have published gradient in its place
             if slot not in self.filled and slot.parameter.grad is None:
                 slot.view(self.gradients).zero_()
-        if self.holders is not None:  # stages that share the parameter: the sum of their parts is the gradient
-            self.holders.all_reduce(self.gradients)
         if self.data.size > 1:
             # the mean of (already reduced + new local) is reduced + mean(new local), so stage 0 may reduce repeatedly
             self.gradients.mul_(1 / self.data.size)
@@ -239,16 +250,17 @@ class Bucket:
             self.flight = self.data.reduce_scatter_start(self.gradients)
         else:
             self.flight = self.data.all_reduce_start(self.gradients)
+        self.travels, self.gradients, self.launched = self.gradients, None, True
+        self.filled.clear()
 
     def land(self, give: Callable[[Bucket], None]) -> None:
         """Wait for the reduction; the sum becomes pending."""
         flight, self.flight = self.flight, None
         if flight is None:
             return
-        self.filled.clear()
         if not isinstance(flight, PendingShard):
             flight.wait()
-            self.pending, self.gradients = self.gradients, None
+            self.pending, self.travels = self.travels, None
             return
         add = self.pending is not None
         if self.pending is None:
@@ -259,6 +271,11 @@ class Bucket:
         assert self.pending is not None
         flight.finish(self.pending, add=add)
         give(self)
+
+    def sum_holders(self) -> None:
+        """Stages that share the parameters: the sum of their parts is the gradient. Collective over the holders."""
+        if self.holders is not None and self.pending is not None:
+            self.holders.all_reduce(self.pending)
 
     def publish(self, factor: float | Tensor = 1.0) -> bool:
         """Hand the pending sums over as `.grad`. A parameter that no rank used keeps what it has (None stays None).

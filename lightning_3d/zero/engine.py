@@ -3,14 +3,17 @@
     begin() -> (backward)* -> finish() -> publish() -> optimizer.step -> parameters gathered
 
 Hooks on the parameters take each gradient as it is ready. With `reducing` on, a bucket's reduction starts as soon as
-its last gradient is there, so it overlaps the rest of the backward. Buckets are launched in one fixed order on all
-ranks: that of the gradient that comes last in each (parameters registered first get their gradient last).
+its last gradient is there, so it overlaps the rest of the backward: in stages 0 and 1 in the last backward of an
+optimizer step, from stage 2 on in every backward, in a pipeline in that of every window and microbatch. Buckets are
+launched in one fixed order on all ranks: that of the gradient that comes last in each (parameters registered first get
+their gradient last).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,18 +28,20 @@ from lightning_3d.zero.shown import Shown
 
 
 class Zero:
-    """Reduces gradients over the data-parallel axis and shards the optimizers' state (ZeRO stages 0 and 1).
+    """Reduces gradients over the data-parallel axis and shards the optimizers' state (ZeRO stages 0 to 2).
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Collectives per
     optimizer step over dp: stage 0 all-reduces all gradients, stage 1 reduce-scatters them and all-gathers the new
-    parameters; both send 2 (n-1)/n of the parameters' bytes per rank. One byte per parameter goes over `control`.
+    parameters; both send 2 (n-1)/n of the parameters' bytes per rank. Stage 2 reduce-scatters after every backward, so
+    with a backwards per step (batches, microbatches of a pipeline) it sends (1 + a) (n-1)/n. One byte per parameter
+    goes over `control`.
 
     Args:
         optimizers: The user's optimizers. In stage 1 their groups hold `Piece`s afterwards, at the same places.
         parameters: Name -> parameter, all this rank holds, in the module's order.
         names: `id(parameter)` -> name for every parameter of the module, also those other stages hold.
         counted: Names of the parameters this rank counts in norms.
-        stage: 0 or 1.
+        stage: 0, 1 or 2.
         data: The data-parallel axis.
         control: The same axis on the CPU, for flags that Python needs.
         shared: (axis over the holders, names) of parameters several pipeline stages use.
@@ -45,7 +50,9 @@ class Zero:
         publish_later: The backward runs before Lightning zeroes gradients (pipeline), so they are kept apart from
             `.grad` until `publish`.
         watched: Hooks of the user may look at `.grad`, so it is shown to them whole.
+        keeps: They may look at it between the backwards of a step, so stage 2 reduces after the last one only.
         bucket_bytes: Size at which a bucket is closed.
+        windows: Name -> windows of this pipeline stage that use the parameter.
         in_flight: Reductions that may be under way at once (each keeps a full-size gradient buffer).
 
     Raises:
@@ -68,7 +75,9 @@ class Zero:
         parted: bool = False,
         publish_later: bool = False,
         watched: bool = False,
+        keeps: bool = False,
         bucket_bytes: int = 4 << 20,
+        windows: Mapping[str, Set[int]] | None = None,
         in_flight: int = 3,
     ) -> None:
         self.optimizers = list(optimizers)
@@ -81,7 +90,9 @@ class Zero:
         self._holders = {name: axis for axis, group in shared for name in group}
         # with one replica and no pipeline a gradient is final where autograd puts it
         self.passive = data.size == 1 and not publish_later
-        self._bucket_bytes, self._in_flight = bucket_bytes, in_flight
+        self.reduces_always = self.stage >= 2 and not keeps
+        self._bucket_bytes, self._in_flight, self._windows = bucket_bytes, in_flight, windows or {}
+        self._turn: list[Bucket] = []  # the buckets the backward under way may launch, in order
         self.buckets: list[Bucket] = []
         self.slots: dict[nn.Parameter, Slot] = {}
         self._of_optimizer: dict[Optimizer, list[Bucket]] = defaultdict(list)
@@ -129,7 +140,11 @@ class Zero:
         runs: dict[Any, list[nn.Parameter]] = defaultdict(list)
         for parameter in sorted(new, key=lambda p: -self._order[id(p)]):
             holders = self._holders.get(self._held_names[id(parameter)])
-            runs[parameter.dtype, parameter.device, id(holders) if holders else None].append(parameter)
+            key: Any = (parameter.dtype, parameter.device, id(holders) if holders else None)
+            if self.reduces_always:
+                # by what gets its gradients together: of a split backward, matrices later than biases and norms
+                key = (*key, frozenset(self._windows.get(self._held_names[id(parameter)], ())), parameter.ndim > 1)
+            runs[key].append(parameter)
         for run in runs.values():
             self._of_optimizer[optimizer] += self._cut_into_buckets(optimizer, run)
         self.buckets.sort(key=lambda b: (b.holders is not None, -min(self._order[id(s.parameter)] for s in b.slots)))
@@ -182,6 +197,7 @@ class Zero:
                     sharded=self.stage > 0,
                     whole=self._kinds[optimizer] == "whole",
                     holders=self._holders.get(named[0][0]),
+                    windows=frozenset(self._windows.get(named[0][0], ())),
                 )
                 made.append(bucket)
                 run = []
@@ -265,17 +281,32 @@ class Zero:
         self._arm()
         self.reducing = True
 
-    def _arm(self) -> None:
-        self._next = 0
-        for slot in self.slots.values():
-            slot.fired = False
+    @contextmanager
+    def backward_of(self, window: int) -> Iterator[None]:
+        """Around the backward of one window and microbatch, the same on all replicas: what it gives is reduced."""
+        self._arm([bucket for bucket in self.buckets if window in bucket.windows])
+        self.reducing = True
+        try:
+            yield
+            for bucket in self._turn[self._next :]:
+                self._launch(bucket)
+        finally:
+            self.reducing = False
+            self._arm()
+
+    def _arm(self, buckets: list[Bucket] | None = None) -> None:
+        self._turn, self._next = self.buckets if buckets is None else buckets, 0
+        for bucket in self._turn:
+            bucket.launched = False
+            for slot in bucket.slots:
+                slot.fired = False
 
     def _on_gradient(self, slot: Slot) -> None:
         # frozen between forward and backward, or let into a sharded region and not used: there is no gradient
         if not _expects(slot) or slot.parameter.grad is None:
             return
         bucket = slot.bucket
-        if self.reducing and bucket.flight is not None:
+        if self.reducing and bucket.launched:
             raise RuntimeError(
                 f"parameter {slot.name!r} got a second gradient in one backward, after the first was reduced. "
                 "Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False)."
@@ -283,34 +314,44 @@ class Zero:
         bucket.write(slot, self._take)
         slot.fired = True
         if self.reducing:
-            while self._next < len(self.buckets):
-                bucket = self.buckets[self._next]
-                if bucket.holders is not None or not all(s.fired or not _expects(s) for s in bucket.slots):
+            while self._next < len(self._turn):
+                bucket = self._turn[self._next]
+                if not all(s.fired or not _expects(s) for s in bucket.slots):
                     break
                 self._launch(bucket)
                 self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
+        if bucket.flight is not None:  # of the microbatch before
+            bucket.land(self._give)
+            self._flying.remove(bucket)
         with self.data.ledger.during("reduce"):
             bucket.launch(self._take)
         self._flying.append(bucket)
 
-    def finish(self) -> None:
-        """After the last backward: launch what is left and wait for what is under way. The sums become pending.
+    def finish(self, final: bool = True) -> None:
+        """After a backward that reduces: launch what is left and wait for what is under way. The sums become pending.
+
+        Args:
+            final: They will be published: all backwards of the optimizer step are done.
 
         Collectives: see the class; every rank of the axis calls it, also one whose backward gave no gradient.
         """
         if self.passive:
             return
         with self.data.ledger.during("reduce"):
-            self._exchange_used()
-        for bucket in self.buckets[self._next :]:
+            touched = self._exchange_flags()
+        for bucket in self.buckets:
             # with several optimizers a backward reaches some buckets only; on all ranks the same ones, by now
-            if any(slot.used for slot in bucket.slots):
+            if bucket in touched and not bucket.launched:
                 self._launch(bucket)
         for bucket in self._flying:
             bucket.land(self._give)
         self._flying.clear()
+        if final:
+            with self.data.ledger.during("reduce"):
+                for bucket in self.buckets:
+                    bucket.sum_holders()
         self.gradient_bytes -= sum(buffer.nbytes for buffer in self._pool)
         self._pool.clear()
         self.reducing = False
@@ -322,22 +363,31 @@ class Zero:
         with self.data.ledger.during("show"):
             self.shown.show_reduced(bucket for bucket in published if bucket.sharded)
 
-    def _exchange_used(self) -> None:
-        """A parameter counts as used when any rank used it; the others then add zeros to the mean."""
+    def _exchange_flags(self) -> set[Bucket]:
+        """A parameter counts as used when any rank used it; the others then add zeros to the mean.
+
+        Returns:
+            The buckets any rank has something for.
+        """
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         if not slots:
-            return
-        flags = torch.tensor([slot.used for slot in slots], dtype=torch.uint8)
+            return set()
+        flags = torch.tensor([*(s.used for s in slots), *(b.touched for b in self.buckets)], dtype=torch.uint8)
         shared: dict[int, tuple[Communicator, list[int]]] = {}
         for index, slot in enumerate(slots):
             if slot.bucket.holders is not None:
                 shared.setdefault(id(slot.bucket.holders), (slot.bucket.holders, []))[1].append(index)
+        for index, bucket in enumerate(self.buckets, len(slots)):
+            if bucket.holders is not None:
+                shared[id(bucket.holders)][1].append(index)
         for holders, indices in shared.values():
             device = getattr(holders, "device", torch.device("cpu"))
             flags[indices] = holders.all_reduce(flags[indices].to(device), "max").cpu()
         self._control.all_reduce(flags, "max")
-        for slot, used in zip(slots, flags.tolist(), strict=True):
+        of_slots, of_buckets = flags.tolist()[: len(slots)], flags.tolist()[len(slots) :]
+        for slot, used in zip(slots, of_slots, strict=True):
             slot.used = bool(used)
+        return {bucket for bucket, touched in zip(self.buckets, of_buckets, strict=True) if touched}
 
     # -- buffers
     def _take(self, bucket: Bucket) -> Tensor:
@@ -361,10 +411,10 @@ class Zero:
         return buffer
 
     def _give(self, bucket: Bucket) -> None:
-        assert bucket.gradients is not None
-        base = bucket.gradients._base
-        self._pool.append(bucket.gradients if base is None else base)
-        bucket.gradients = None
+        assert bucket.travels is not None
+        base = bucket.travels._base
+        self._pool.append(bucket.travels if base is None else base)
+        bucket.travels = None
 
 
 def _expects(slot: Slot) -> bool:

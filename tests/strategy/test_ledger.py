@@ -56,9 +56,9 @@ def test_pipeline_messages() -> None:
     tied = 101 * DIM
     for counted in (first, last):
         calls, elements, _, _ = select(counted, "pp", "all_reduce")
-        # the gradient of the tied embedding, and one byte that says whether it was used
+        # the gradient of the tied embedding, and a byte each that says whether it and its bucket were used
         assert calls == 2
-        assert elements == tied + 1
+        assert elements == tied + 2
         assert {a for _, a, _ in counted["traffic"]} <= {"pp", "control", "replica"}
 
 

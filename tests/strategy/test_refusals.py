@@ -43,7 +43,7 @@ TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
         ({"tensor_parallel_plan": {"a": "row"}}, ["tensor_parallel_plan", "tensor_parallel_size=1"]),
         ({"strict_tensor_parallel": 0.5}, ["strict_tensor_parallel=0.5", "tensor_parallel_size=1"]),
         ({"tensor_parallel_size": 2, "strict_tensor_parallel": 90}, ["strict_tensor_parallel is 90", "from 0 to 1"]),
-        ({"zero_stage": 3}, ["zero_stage=3", "not supported in this version", "zero_stage=1"]),
+        ({"zero_stage": 3}, ["zero_stage=3", "not supported in this version", "zero_stage=2"]),
         ({"zero_stage": 4}, ["zero_stage is 4", "0, 1, 2 and 3"]),
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"}, ["virtual_pipeline_size=2"]),
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "1fb1"}, ["1fb1", "Did you mean '1f1b'"]),

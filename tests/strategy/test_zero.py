@@ -1,0 +1,68 @@
+"""ZeRO-2 in whole fits, with every axis, schedule and accumulation, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_3d.testing import preload
+from tests.strategy import zeros
+from tests.strategy.fits import Case
+from tests.strategy.test_cases import launch, sizes
+from tests.strategy.test_parity import check
+
+preload("tests.models", "tests.strategy.fits", "tests.strategy.zeros")
+
+INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_size": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"pipeline_schedule": "gpipe"},
+    "interleaved": INTERLEAVED,
+    "zb_h1": {"pipeline_schedule": "zb_h1"},
+    "zb_v": {"pipeline_schedule": "zb_v"},
+}
+
+
+def cases(**strategy: Any) -> list[Case]:
+    parts = (2, strategy.get("num_microbatches", 1))
+    return [
+        Case(model, accumulate=accumulate, clip=clip, optimizer=optimizer, steps=3, samples=16, parts=parts,
+             strategy={"zero_stage": 2, "bucket_size_mb": 0.002, **strategy})
+        for model, accumulate, clip, optimizer in (
+            ("gpt_tied", 1, None, "sgd"), ("gpt_tied", 3, 0.3, "adamw"), ("mlp", 2, None, "adamw")
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=["dp2", "tp2 x dp2"])
+def test_without_pipeline(layout: tuple[int, int, int]) -> None:
+    check(layout, cases())
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+def test_with_pipeline(schedule: str) -> None:
+    check((1, 2, 2), cases(num_microbatches=4, **PIPELINES[schedule]))
+
+
+def test_with_tensor_and_pipeline() -> None:
+    check((2, 2, 2), cases(num_microbatches=2))
+
+
+@pytest.mark.parametrize("layout", [sizes(), sizes(1, 2, num_microbatches=4)], ids=["dp2", "pp2 x dp2"])
+def test_gradients_of_one_rank_are_its_part(layout: dict[str, Any]) -> None:
+    """Between the batches of an accumulation, and at the peak: 1/N, some buckets, and nothing more."""
+    world = 2 * layout["pipeline_parallel_size"]
+    whole = launch(zeros.gradient_bytes, world, {**layout, "zero_stage": 1})
+    parts = launch(zeros.gradient_bytes, world, {**layout, "zero_stage": 2})
+    for (model, kept, _), (_, kept_part, peak_part) in zip(whole, parts, strict=True):
+        assert kept >= model
+        assert kept_part <= model / 2 * 1.01 + zeros.BUCKET
+        assert peak_part <= model / 2 * 1.01 + 6 * zeros.BUCKET
+
+
+def test_replicas_with_other_numbers_of_microbatches() -> None:
+    """One replica's last batch is smaller: both reduce after the last backward of that step."""
+    for difference, error in launch(zeros.uneven_last_batch, 4, sizes(1, 2, num_microbatches=4, zero_stage=2)):
+        assert difference == 0.0
+        assert error <= 1e-9
