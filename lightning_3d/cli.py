@@ -150,7 +150,7 @@ def _timeline(args: argparse.Namespace) -> int:
         check_picture(args.picture)
     traces = load_traces(args.folder)
     timeline = timeline_of(traces, args.step, args.loop)
-    show(f"step {timeline.step} of {timeline.layout}, {1000 * timeline.seconds:.1f} ms")
+    show(f"batch {timeline.step} of {timeline.layout}, {1000 * timeline.seconds:.1f} ms")
     show(ascii_timeline(timeline, args.width), str(bubble(timeline)), str(balance(traces, args.loop)))
     if args.picture is not None:
         show(f"drawn in {draw_timeline(timeline, args.picture)}")

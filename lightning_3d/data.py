@@ -205,5 +205,6 @@ def check_same_batch(batch: Any, replica: Communicator, where: str) -> None:
             f"{', '.join(d[:8] for d in digests)}). They work on one model together, so they must read the same "
             "samples; only the data-parallel replicas read different ones. Likely the dataset or sampler looks at the "
             "global rank, or draws from an unseeded generator. Use trainer.distributed_sampler_kwargs "
-            "(num_replicas, rank) instead of the world size and global rank, and seed_everything(...)."
+            "(num_replicas, rank) instead of the world size and global rank, and call seed_everything(...) before the "
+            "dataset is made."
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_3d.afterwards import Afterwards
 from lightning_3d.data import (
     broadcast_batch,
     check_equal_batches,
@@ -48,6 +49,7 @@ from lightning_3d.suitability import (
     GRADIENT_HOOKS,
     ZERO_GRAD_HOOKS,
     check_can_be_trained,
+    check_is_made,
     check_is_whole,
     is_overridden,
 )
@@ -75,6 +77,8 @@ class Lifecycle(Saving):
         self._relay: Relay | None = None
         self._torch_norm: GlobalTorchNorm | None = None
         self._skips: Skips | None = None
+        self._afterwards = Afterwards()
+        self._example: Any = None
 
     # -- failures
     def _watch_failures(self) -> None:
@@ -143,13 +147,15 @@ class Lifecycle(Saving):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
+        self._afterwards.end()
         fitting = trainer.state.fn == "fit"
         first = self._engine is None or self._engine.module is not module
         check_precision(self.precision_plugin)
         if first:
+            check_is_made(module)
             check_is_whole(module)
         if fitting:
-            check_can_be_trained(module, self.mesh.layout, trainer.callbacks)
+            check_can_be_trained(module, self.mesh.layout, trainer.callbacks, self._settings.num_microbatches)
         if first:
             self._equalize(module)
         if fitting:
@@ -180,6 +186,28 @@ class Lifecycle(Saving):
             loop.inference_mode = False
         self._let_ranks_agree(trainer, module)
         self._load_pending()
+        self._prepare_summary(trainer, module)
+
+    def _prepare_summary(self, trainer: Any, module: Any) -> None:
+        """Lightning's table of the model runs `example_input_array` and counts parameters on this rank alone."""
+        shown = any(type(c).__name__.endswith("ModelSummary") for c in trainer.callbacks)
+        if not shown or self.mesh.layout.replica_size == 1:
+            return
+        note = "the model summary counts what this rank holds"
+        if module.example_input_array is not None and self.mesh.layout.pp > 1:
+            self._example, module.example_input_array = module.example_input_array, None
+            note += ", and shows no sizes of inputs and outputs: no rank can run example_input_array alone"
+        rank_zero_info(f"lightning_3d: {note}. The sizes of the whole: print(strategy.explain()).")
+
+    def _end_run(self) -> None:
+        """The module is the user's again, and still cut."""
+        module = self.lightning_module
+        if module is None or self._engine is None:
+            return
+        if self._example is not None:
+            module.example_input_array, self._example = self._example, None
+        if self._engine.layout.tp > 1:
+            self._afterwards.begin(module)
 
     def _let_ranks_agree(self, trainer: Any, module: Any) -> None:
         """On what Lightning's loops decide on each rank by itself."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_3d.errors import ConfigurationError
@@ -38,13 +41,44 @@ def check_is_whole(module: Any) -> None:
         )
 
 
-def check_can_be_trained(module: Any, layout: Layout, callbacks: Iterable[Any]) -> None:
-    """Refuse what tensor or pipeline parallelism cannot train; warn of what they train differently.
+def check_is_made(module: nn.Module) -> None:
+    """Refuse layers whose shapes are not known yet.
 
     Raises:
-        ConfigurationError: A callback that averages weights, or manual optimization with a pipeline.
+        ConfigurationError: Lazy modules that have not run.
+    """
+    lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ConfigurationError(
+            f"{', '.join(lazy[:3])} of {type(module).__name__} have no shape yet: lazy modules (nn.LazyLinear, ...) "
+            "get theirs in the first forward, but the optimizer and the cut need it before. Run the model once on a "
+            "batch of zeros in __init__, setup() or configure_model(), or give the sizes (nn.Linear)."
+        )
+
+
+def check_can_be_trained(
+    module: Any, layout: Layout, callbacks: Iterable[Any], microbatches: int | str = "auto"
+) -> None:
+    """Refuse what tensor or pipeline parallelism cannot train; warn of what they train differently.
+
+    Args:
+        module: The user's module.
+        layout: How it will be cut.
+        callbacks: The Trainer's.
+        microbatches: The user's choice; with one of them a batch is not cut, so nothing differs.
+
+    Raises:
+        ConfigurationError: A callback that averages weights, a training_step that reads the loader itself, or manual
+            optimization with a pipeline.
     """
     parted = layout.replica_size > 1
+    if parted and "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigurationError(
+            f"training_step of {type(module).__name__} takes dataloader_iter and reads its batches itself. With "
+            f"tensor_parallel_size={layout.tp} and pipeline_parallel_size={layout.pp} the batch is needed outside of "
+            "it: to plan the cut, to compare it between ranks, to cut microbatches. Write training_step(self, batch, "
+            "batch_idx), or use data parallelism alone."
+        )
     for callback in callbacks if parted or (layout.zero and layout.dp > 1) else ():
         if any(c.__name__ == "ModelPruning" for c in type(callback).__mro__):
             raise ConfigurationError(
@@ -71,6 +105,8 @@ def check_can_be_trained(module: Any, layout: Layout, callbacks: Iterable[Any]) 
             "rank has the whole graph. Use pipeline_parallel_size=1 (tensor and data parallelism work), or "
             "automatic optimization."
         )
+    if microbatches == 1:
+        return
     drifting = sorted({type(m).__name__.lstrip("_") for m in module.modules() if _changes_buffers(m)})
     if drifting:
         rank_zero_warn(

@@ -50,7 +50,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, with_ideal: bool = Tr
     axes[-1, 0].set_xlabel("milliseconds")
     _legend(axes[0, 0], timeline)
     found = bubble(timeline)
-    title = f"step {timeline.step}" + (f" of {timeline.layout}" if timeline.layout else "")
+    title = f"batch {timeline.step}" + (f" of {timeline.layout}" if timeline.layout else "")
     figure.suptitle(f"{title}: bubble measured {found.mean:.1%}", fontsize=12, x=0.02, ha="left")
     figure.text(0.98, 0.985, found.beside, fontsize=8, color="#555555", ha="right", va="top")
     if note:

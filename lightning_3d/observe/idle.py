@@ -80,7 +80,7 @@ def _formula(timeline: Timeline) -> tuple[float | None, str]:
     try:
         layout = Layout.parse(timeline.layout)
     except LayoutError:
-        return None, "no formula is known for this schedule"
+        return _own_lists(timeline)
     name, p, m, order = layout.schedule, timeline.stages, timeline.microbatches, layout.order
     virtual = windows_per_rank(name, layout.virtual)
     if timeline.windows != p * virtual or layout.pp != p:
@@ -96,6 +96,16 @@ def _formula(timeline: Timeline) -> tuple[float | None, str]:
     if name != "zb_v" and abs(formula_bubble(name, p, m, virtual, (forward, inputs, weights)) - played) < 1e-9:
         return played, _WORDS.get(name, "(p-1)/(m+p-1)")
     return played, "the schedule, played through with equal windows,"
+
+
+def _own_lists(timeline: Timeline) -> tuple[float | None, str]:
+    """A schedule from a file has no formula; its recorded lists are played through."""
+    try:
+        played = ideal(timeline)
+    except ConfigurationError:
+        return None, "no formula is known for this schedule"
+    idle = [1 - covered(lane.work) / played.seconds for lane in played.lanes]
+    return sum(idle) / len(idle), "the schedule's own lists, played through with equal windows,"
 
 
 def mean_seconds(timeline: Timeline) -> dict[str, float]:
