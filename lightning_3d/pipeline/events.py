@@ -176,7 +176,6 @@ class Trace:
         buffer_writes, buffer_reads: Registered buffers glue code writes tracked values into, or reads: event numbers.
         overwritten: Values changed in place after they were made (a copy must be kept of what is sent).
         step_metrics: torchmetrics metrics that `self.log` got with `on_step`.
-        touched: Modules whose Python attributes glue code changed.
         pieces: The Python state that glue code changed: attributes, containers, objects, tensors in place.
         changed_buffers: Names of registered buffers whose values the step changed, in glue code or in atoms.
         python_random: Glue code drew from `random` or numpy.
@@ -197,7 +196,6 @@ class Trace:
     buffer_reads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     overwritten: set[Vid] = field(default_factory=set)
     step_metrics: list[Any] = field(default_factory=list)
-    touched: list[nn.Module] = field(default_factory=list)
     pieces: list[Saved] = field(default_factory=list)
     changed_buffers: list[str] = field(default_factory=list)
     python_random: bool = False

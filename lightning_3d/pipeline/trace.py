@@ -45,9 +45,9 @@ def trace(
 ) -> Trace:
     """Record the events of one step. Parameters need no data (a rank may have dropped them); nothing is sent.
 
-    A step that changes attributes of its modules runs twice: when the second run takes another path and changes nothing
-    more, glue code caches something on its first call (a mask, a lazily installed hook); that warm state is kept,
-    because later steps will find it too. Everything else of the module's state (attributes, hooks, objects and
+    A step that changes attributes of its modules runs twice: when the second run changes nothing more, glue code caches
+    something on its first call (a mask, lazily installed hooks); that warm state is kept, because later steps will find
+    it too. Everything else of the module's state (attributes, hooks, objects and
     containers it holds, buffers of glue code, metric states, random generators, iterators) is put back.
 
     Args:
@@ -92,8 +92,7 @@ def trace(
         attributes = Attributes(m for m in opened if not isinstance(m, Metric))
         try:
             first = once()
-            touched = state.changed()
-            if not touched and not python.changed():
+            if not state.changed() and not python.changed():
                 first.pieces = [*attributes.changed()]
                 contents.restore()
                 return first
@@ -106,17 +105,18 @@ def trace(
             state.restore()
             contents.restore()
             raise
-        pieces = [*attributes.changed(), *attributes.without(python.changed())]
+        pieces = [*attributes.changed(), *attributes.without(python.changed()), *state.changed_hooks()]
         state.restore(_is_tracked)
         python.restore(_is_tracked)
-        settled = not (contents.restore() or between.changed() or python.changed_since(deeper))
-        warm = settled and [e.name for e in first.events] != [e.name for e in second.events]
+        warm = not (contents.restore() or between.changed() or python.changed_since(deeper))
         if warm:
             python.accept()
+            # an atom that is remembered did not run twice
+            state.restore(modules={m for atom in atoms.values() for m in atom.modules()}, hooks=False)
         else:
             state.restore()
     found = second if warm else first
-    found.warm, found.touched, found.pieces = warm, touched, pieces
+    found.warm, found.pieces = warm, pieces
     return found
 
 

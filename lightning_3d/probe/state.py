@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from torch import nn
+
+from lightning_3d.probe.saved import Held
 
 
 class ModuleState:
@@ -27,20 +29,35 @@ class ModuleState:
         """Modules whose attributes, or lists, dicts and sets in them, are not what they were."""
         return [module for module, before, containers in self._saved if _differs(module.__dict__, before, containers)]
 
-    def restore(self, only: Callable[[Any], bool] | None = None) -> None:
+    def changed_hooks(self) -> list[Held]:
+        """Dictionaries of hooks that have others in them."""
+        return [
+            Held(module.__dict__, key)
+            for module, _, containers in self._saved
+            for key, before in containers.items()
+            if key.endswith("_hooks") and not _same_items(module.__dict__[key], before)
+        ]
+
+    def restore(
+        self, only: Callable[[Any], bool] | None = None, modules: Container[nn.Module] | None = None, hooks: bool = True
+    ) -> None:
         """Put everything back.
 
         Args:
             only: Undo just the changes whose new value satisfies this (so that what the user's code cached on its
                 first call can stay).
+            modules: Of these modules; default: all.
+            hooks: Also dictionaries of hooks.
         """
         for module, before, containers in self._saved:
+            if modules is not None and module not in modules:
+                continue
             now = module.__dict__
             for key in before.keys() - now.keys():
                 now[key] = before[key]
             for key in list(now):
                 if key in before and now[key] is before[key]:
-                    if key in containers:
+                    if key in containers and (hooks or not key.endswith("_hooks")):
                         self._restore_container(now[key], containers[key], only)
                 elif only is not None and not only(now[key]):
                     continue
