@@ -22,14 +22,13 @@ from torch.utils._pytree import tree_map
 
 from lightning_3d.batch_loss import warn_of_cut_loss
 from lightning_3d.checkpoint import ParameterRecord, RunState
-from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
+from lightning_3d.microbatches import count_microbatches
 from lightning_3d.observe import TraceRecorder, windows_of
 from lightning_3d.observe.device import DeviceClock
 from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
-from lightning_3d.pipeline.samples import batch_size, describe_size
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
@@ -152,12 +151,8 @@ class Engine:
             _log.warning(text)
         seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
         agree("the tensor-parallel plan", seen, self.mesh.replica)
-        if not self.tensor_plan.sharded_fraction and self.mesh.rank == 0:
-            _log.warning(
-                f"tensor_parallel_size={self.layout.tp} divides nothing of this model, so every rank holds and "
-                "computes all of it. print(strategy.explain()) says why for each parameter; use pipeline or data "
-                "parallelism instead, or name layers in tensor_parallel_plan."
-            )
+        if (warning := self.tensor_plan.hardly_divides()) is not None and self.mesh.rank == 0:
+            _log.warning(warning)
         if step_name == "training_step":
             self.proved = prove(self.module, self.tensor_plan, step_on, batch, self.mesh, self.settings.verify)
         shared = {d.placement.copies for d in self.tensor_plan.decisions.values() if d.placement is not None}
@@ -197,22 +192,7 @@ class Engine:
             self.recorder.end_step()
 
     def _microbatches(self, batch: Any) -> int:
-        """The documented rule: 4 x pp microbatches, fewer where the batch has fewer samples; a file has its own."""
-        layout = self.layout
-        made_for = TrainingSchedule(layout.schedule, layout.pp, layout.virtual, layout.order).microbatches
-        asked, size = self.settings.num_microbatches, batch_size(batch)
-        if asked == "auto" and made_for is None:
-            return min(4 * layout.pp, size)
-        count = made_for if asked == "auto" else asked
-        assert isinstance(count, int)
-        if count > size:
-            given = f"num_microbatches={count}" if asked == count else f"the schedule in {layout.schedule} has {count}"
-            raise ConfigurationError(
-                f"{given}, but a batch of one data-parallel replica has {describe_size(batch)}, so "
-                f"at most {size} microbatches can be cut. Raise the loader's batch_size to at least {count}, "
-                + ("lower num_microbatches, or leave it 'auto'." if made_for is None else "or choose another schedule.")
-            )
-        return count
+        return count_microbatches(self.layout, self.settings.num_microbatches, batch)
 
     def shard(self, optimizers: Sequence[Optimizer], watched: bool = False, keeps: bool = False) -> None:
         """Hand the optimizers' groups and the gradients to ZeRO.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,15 +72,20 @@ def describe_plan(
         parts.append(tensor_table(_tensor_rows(plan, shapes), title=title))
     if stages is not None:
         parts.append(stage_table(_stage_rows(layout, plan, shapes, stages)))
-    return render(*parts, width=100)
+    return render(*parts, width=max(80, shutil.get_terminal_size((100, 24)).columns))
 
 
 def _tensor_rows(plan: TensorPlan, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRow]:
     return [
-        TensorRow(name, decision.kind, shapes[name], _local_shape(plan, name, shapes[name]), decision.reason)
+        TensorRow(name, decision.kind, shapes[name], _local_shape(plan, name, shapes[name]), _short(plan.why(name)))
         for name, decision in plan.decisions.items()
         if name in shapes
     ]
+
+
+def _short(reason: str) -> str:
+    """Long names of modules by their last two parts; the whole ones stand in the first column."""
+    return re.sub(r"\b(?:[^\W\d][\w*]*\.|[\d*]+\.|\{[\d,-]+\}\.){2,}(\w+\.\w+)", r"..\1", reason)
 
 
 def _stage_rows(

@@ -72,7 +72,7 @@ def check_can_be_trained(
             optimization with a pipeline.
     """
     parted = layout.replica_size > 1
-    if parted and "dataloader_iter" in inspect.signature(module.training_step).parameters:
+    if parted and _reads_loader(module):
         raise ConfigurationError(
             f"training_step of {type(module).__name__} takes dataloader_iter and reads its batches itself. With "
             f"tensor_parallel_size={layout.tp} and pipeline_parallel_size={layout.pp} the batch is needed outside of "
@@ -131,6 +131,11 @@ def is_overridden(module: Any, callbacks: Iterable[Any], hooks: Sequence[str]) -
         if not c.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_3d."))
         for hook in hooks
     )
+
+
+def _reads_loader(module: Any) -> bool:
+    step = getattr(module, "training_step", None)
+    return step is not None and "dataloader_iter" in inspect.signature(step).parameters
 
 
 def _changes_buffers(module: Any) -> bool:

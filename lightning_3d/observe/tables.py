@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_3d.layout import AXES, Layout
@@ -50,7 +52,13 @@ class StageRow:
 
 
 def render(*parts: RenderableType, width: int = 120) -> str:
-    """The text of tables and strings without colour; tables fit `width` columns, strings stay as they are."""
+    """The text of tables and strings without colour; strings stay as they are.
+
+    Tables fit `width` columns unless their names need more: a name that is broken cannot be found or copied.
+    """
+    probe = Console(width=10_000)
+    needed = [Measurement.get(probe, probe.options, part).minimum for part in parts if isinstance(part, Table)]
+    width = max([width, *needed])
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
     _print(console, parts)
     assert isinstance(console.file, io.StringIO)
@@ -94,15 +102,16 @@ def plain_table(
         total: Set the last row apart.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
+    lines = [list(row) for row in rows]
+    for at, column in enumerate(columns):
+        longest = max(len(text) for row in [columns, *lines] for text in row[at].splitlines() or [""])
         table.add_column(
             column,
             justify="right" if column in right else "left",
             no_wrap=column not in wrap,
             overflow="fold",
-            min_width=24 if column in wrap else None,
+            min_width=min(longest, 24) if column in wrap else longest,
         )
-    lines = [list(row) for row in rows]
     for i, row in enumerate(lines):
         table.add_row(*row, end_section=total and i == len(lines) - 2)
     return table
@@ -140,7 +149,7 @@ def tensor_table(rows: Iterable[TensorRow], title: str = "tensor plan") -> Table
     """How the parameters are cut over tp; equal parameters of numbered blocks share a line."""
     keyed = [(row.parameter, (row.kind, _shape(row.shape), _shape(row.local_shape), row.reason)) for row in rows]
     cells = [[name, *rest] for name, rest in group_blocks(keyed)]
-    return plain_table(title, ["parameter", "cut", "whole", "per rank", "why"], cells, wrap=["parameter", "why"])
+    return plain_table(title, ["parameter", "cut", "whole", "per rank", "why"], cells, wrap=["why"])
 
 
 def stage_table(rows: Iterable[StageRow], title: str = "pipeline stages") -> Table:
@@ -148,16 +157,22 @@ def stage_table(rows: Iterable[StageRow], title: str = "pipeline stages") -> Tab
     cells = [
         [
             str(r.stage),
-            ", ".join(name for name, _ in group_blocks((m, ()) for m in r.modules)),
+            "\n".join(name for name, _ in group_blocks((m, ()) for m in r.modules)),
             f"{r.parameters:,}",
             byte_text(r.bytes),
-            ", ".join(r.receives) or "-",
-            ", ".join(r.sends) or "-",
+            _counted(r.receives),
+            _counted(r.sends),
         ]
         for r in rows
     ]
     columns = ["stage", "modules", "parameters", "bytes", "receives", "sends"]
-    return plain_table(title, columns, cells, right=["parameters", "bytes"], wrap=["modules", "receives", "sends"])
+    return plain_table(title, columns, cells, right=["parameters", "bytes"])
+
+
+def _counted(messages: Iterable[str]) -> str:
+    """One message a line, equal ones together."""
+    counts = Counter(messages)
+    return "\n".join(text if n == 1 else f"{n} x ({text})" for text, n in counts.items()) or "-"
 
 
 def group_blocks(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:

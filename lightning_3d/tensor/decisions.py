@@ -40,10 +40,15 @@ class PlanRow:
     padding: int
     reason: str
     count: int
+    why: str = ""
 
     @property
     def elements(self) -> int:
         return self.count * math.prod(self.shape)
+
+
+_HARDLY = 0.1
+"""A plan that divides less than this part of the parameters is not what was hoped for."""
 
 
 def _around(name: str) -> str:
@@ -124,6 +129,33 @@ class TensorPlan:
             )
         return list(told.values())
 
+    def hardly_divides(self) -> str | None:
+        """What to tell the user when (nearly) nothing of the model is divided, or None."""
+        part = self.sharded_fraction
+        if part >= _HARDLY:
+            return None
+        much, nearly = (f"only {part:.0%}", "nearly ") if part else ("nothing", "")
+        return (
+            f"tensor_parallel_size={self.size} divides {much} of this model, so every rank holds and computes {nearly}"
+            "all of it. print(strategy.explain()) says why for each parameter, most often sizes or heads that are no "
+            f"multiple of {self.size}; use pipeline or data parallelism instead, or name layers in "
+            "tensor_parallel_plan."
+        )
+
+    def why(self, name: str) -> str:
+        """Why a parameter is cut as it is, in terms of its sizes where they say it; `reason` has all that was tried."""
+        decision, shape = self.decisions[name], self.shapes[name]
+        if decision.kind != "replicated":
+            return decision.reason
+        if decision.heads is not None and decision.heads % self.size:
+            return f"its output is split into {decision.heads} (heads, groups), which {self.size} ranks cannot share"
+        if len(shape) > 1 and not any(size % self.size == 0 for size in shape):
+            return f"none of its sizes {' x '.join(map(str, shape))} is divisible by {self.size} ranks"
+        if not decision.reason:
+            return "a vector that no divided layer uses" if len(shape) < 2 else "no product with it was seen"
+        first, *others = decision.reason.split("; then ")
+        return first + (f" (and {len(others)} other ways to divide it failed)" if others else "")
+
     def rows(self) -> list[PlanRow]:
         """The plan as a table, repeated blocks in one line each."""
         groups: dict[tuple[Any, ...], list[str]] = {}
@@ -143,6 +175,7 @@ class TensorPlan:
                     cut.padding if cut else 0,
                     decision.reason,
                     len(names),
+                    self.why(names[0]),
                 )
             )
         return rows

@@ -148,7 +148,7 @@ def _shifted(best: TensorPlan, facts: Facts, attempt: Callable[[Mapping[str, str
 
 
 def _too_little(plan: TensorPlan, least: float) -> TensorPlanError:
-    whole = "\n".join(f"  {r.pattern} {r.shape}: {r.reason}" for r in plan.rows() if r.kind == "replicated")
+    whole = "\n".join(f"  {r.pattern} {r.shape}: {r.why}" for r in plan.rows() if r.kind == "replicated")
     return TensorPlanError(
         f"only {plan.sharded_fraction:.1%} of the parameters can be cut over {plan.size} tensor-parallel ranks; at "
         f"least {least:.1%} was asked for. What stays whole, and why:\n{whole}"

@@ -29,8 +29,10 @@ def _segments_of(cut: Placement, sizes: Sequence[int], ranks: int) -> list[tuple
             position += 1
         if sum(taken) != n:
             possible = all(s % ranks == 0 for s in sizes)
+            shares = "" if possible else f", and {ranks} ranks cannot share each of them equally"
             raise NoRule(
-                f"pieces {list(sizes)} of dim {cut.dim} cross its segments {cut.segments}",
+                f"it is cut into pieces of {', '.join(map(str, sizes))} (dim {cut.dim}), where the ranks' parts do not "
+                f"end{shares}",
                 hints=[tuple(sizes)] if possible else [],
                 kind="layout",
             )

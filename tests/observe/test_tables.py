@@ -53,9 +53,19 @@ def test_stage_rows_show_modules_and_borders() -> None:
         StageRow(1, ("blocks.2", "norm", "head"), 2000, 8192, ("hidden",), ()),
     ]
     text = render(stage_table(rows), width=120)
-    assert "embed, blocks.{0-1}" in text
+    assert [line.split()[:2] for line in text.splitlines()[4:6]] == [["0", "embed"], ["blocks.{0-1}"]]
     assert "4.0 KiB" in text
     assert "1,000" in text
+
+
+def test_names_are_not_broken_and_no_message_is_lost() -> None:
+    name = "model.base_model.model.model.layers.3.self_attn.q_proj.base_layer.weight"
+    rows = [StageRow(0, (name, f"{name}s"), 1, 4, (f"{'x'.join(['1024'] * 5)} from 1",) * 2 + ("8 from 1",), ("a",))]
+    lines = render(stage_table(rows), tensor_table([TensorRow(name, "row", (4, 4), (4, 2), "why " * 40)]), width=80)
+    assert lines.count(name) == 3
+    assert "2 x (1024x1024x1024x1024x1024 from 1)" in lines
+    assert "8 from 1" in lines
+    assert lines.count("why") == 41  # and the head of the column
 
 
 def test_ledger_rows_are_per_step_and_sorted() -> None:

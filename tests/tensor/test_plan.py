@@ -129,9 +129,23 @@ def test_a_demanded_row_on_a_whole_input() -> None:
 def test_too_little_cut_is_an_error_if_asked_for() -> None:
     model = NanoGPT(heads=3, d=48)
     with pytest.raises(
-        TensorPlanError, match=r"at least 90.0% was asked for(.|\n)*c_attn(.|\n)*3 is not divisible by 2"
+        TensorPlanError,
+        match=r"at least 90.0% was asked for(.|\n)*c_attn(.|\n)*split into 3 \(heads, groups\), which",
     ):
         plan_tensor_parallel(model, next_token, 2, strict=0.9)
+
+
+def test_what_cannot_be_divided_is_told_by_its_sizes() -> None:
+    plan = plan_tensor_parallel(NanoGPT(heads=4, d=32), next_token, 3)
+    whys = {name.rpartition("h.0.")[2]: plan.why(name) for name in plan.decisions}
+    assert "it is cut into pieces of 32, 32, 32" in whys["attn.c_attn.weight"]
+    assert "3 ranks cannot share each of them equally" in whys["attn.c_attn.weight"]
+    assert whys["mlp.c_fc.weight"] == "none of its sizes 128 x 32 is divisible by 3 ranks"
+    assert whys["ln_1.weight"] == "a vector that no divided layer uses"
+    whole, cut = Decision("replicated", None), Decision("column", Placement(0, (3,)))
+    little = TensorPlan(3, {"a": whole, "b": cut}, {"a": (100, 10), "b": (3, 1)})
+    assert "divides only 0%" in (little.hardly_divides() or "")
+    assert plan_tensor_parallel(NanoGPT(heads=4, d=32), next_token, 2).hardly_divides() is None
 
 
 # ---------------------------------------------------------------- what the planner sees
