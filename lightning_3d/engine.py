@@ -175,6 +175,8 @@ class Engine:
         if self.runner is not None:
             counts = [sum(math.prod(self.global_shapes[n]) for n in held) for held in self.stage_names()]
             parts.append("stages of " + " + ".join(f"{count:,}" for count in counts) + " parameters")
+        if self.recompute.blocks:
+            parts.append(f"{len(self.recompute.blocks)} blocks recompute activations")
         seconds = time.monotonic() - self._began
         return f"{', '.join(parts)} ({seconds:.1f} s). print(strategy.explain()) shows the plan."
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_3d.afterwards import Afterwards
 from lightning_3d.data import (
     broadcast_batch,
     check_equal_batches,
@@ -54,6 +53,7 @@ from lightning_3d.suitability import (
     is_overridden,
 )
 from lightning_3d.surrogate import surrogate_loss
+from lightning_3d.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline import StepResult
@@ -77,8 +77,7 @@ class Lifecycle(Saving):
         self._relay: Relay | None = None
         self._torch_norm: GlobalTorchNorm | None = None
         self._skips: Skips | None = None
-        self._afterwards = Afterwards()
-        self._example: Any = None
+        self._surroundings = Surroundings()
 
     # -- failures
     def _watch_failures(self) -> None:
@@ -147,7 +146,7 @@ class Lifecycle(Saving):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
-        self._afterwards.end()
+        self._surroundings.clear()
         fitting = trainer.state.fn == "fit"
         first = self._engine is None or self._engine.module is not module
         check_precision(self.precision_plugin)
@@ -186,28 +185,7 @@ class Lifecycle(Saving):
             loop.inference_mode = False
         self._let_ranks_agree(trainer, module)
         self._load_pending()
-        self._prepare_summary(trainer, module)
-
-    def _prepare_summary(self, trainer: Any, module: Any) -> None:
-        """Lightning's table of the model runs `example_input_array` and counts parameters on this rank alone."""
-        shown = any(type(c).__name__.endswith("ModelSummary") for c in trainer.callbacks)
-        if not shown or self.mesh.layout.replica_size == 1:
-            return
-        note = "the model summary counts what this rank holds"
-        if module.example_input_array is not None and self.mesh.layout.pp > 1:
-            self._example, module.example_input_array = module.example_input_array, None
-            note += ", and shows no sizes of inputs and outputs: no rank can run example_input_array alone"
-        rank_zero_info(f"lightning_3d: {note}. The sizes of the whole: print(strategy.explain()).")
-
-    def _end_run(self) -> None:
-        """The module is the user's again, and still cut."""
-        module = self.lightning_module
-        if module is None or self._engine is None:
-            return
-        if self._example is not None:
-            module.example_input_array, self._example = self._example, None
-        if self._engine.layout.tp > 1:
-            self._afterwards.begin(module)
+        self._surroundings.begin(trainer, module, self.mesh.layout)
 
     def _let_ranks_agree(self, trainer: Any, module: Any) -> None:
         """On what Lightning's loops decide on each rank by itself."""

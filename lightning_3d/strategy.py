@@ -322,7 +322,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
     def teardown(self) -> None:
         """Release what the run held. Parameters stay where they are: moving them one by one would break the buckets."""
         self._stop_watching()
-        self._end_run()
+        if self._engine is not None and self.lightning_module is not None:
+            self._surroundings.end(self.lightning_module)
         if self._torch_norm is not None:
             self._torch_norm.remove()
         if self.cluster_environment is not None:
