@@ -13,8 +13,9 @@ from benchmarks.common import Progress, Result, Spread, Table
 from lightning_3d.pipeline.atom_memory import AtomMemory
 from lightning_3d.pipeline.atoms import find_atoms
 from lightning_3d.pipeline.execution import Program, forward
+from lightning_3d.pipeline.glue_state import GlueState
 from lightning_3d.pipeline.partition import make_partition, windows_from_starts
-from lightning_3d.pipeline.rng import Seeds
+from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.pipeline.trace import trace
 
 PARTS = 2
@@ -47,7 +48,7 @@ def _per_event(operations: int, repeats: int) -> dict[str, Spread]:
     found = trace(module, atoms, step)
     starts = [n for n, _ in found.calls()]
     partition = make_partition(found, windows_from_starts(found, [0, starts[1]]))
-    program = Program(module, atoms, torch.device("cpu"), None, _nothing)
+    program = Program(module, atoms, Randomness(torch.device("cpu")), None, _nothing, GlueState(module, 0))
     received = {vid: torch.randn(8, 8, requires_grad=True) for vids in partition.receives[1].values() for vid in vids}
     times: dict[str, list[float]] = {"skipped": [], "executed": [], "plain": []}
     with program.run():

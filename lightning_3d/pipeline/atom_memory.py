@@ -46,7 +46,13 @@ class Remembered:
 
 @dataclass
 class AtomMemory:
-    """Results of atom calls, by kind of atom and arguments."""
+    """Results of atom calls, by kind of atom and arguments.
+
+    Attributes:
+        changes: What atoms change of the Python state around them (`saved.meaning`).
+    """
+
+    changes: set[Hashable] = field(default_factory=set)
 
     _calls: dict[str, dict[Hashable, Remembered]] = field(default_factory=dict)
     _kind_of: dict[str, int] = field(default_factory=dict)

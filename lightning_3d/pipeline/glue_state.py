@@ -67,11 +67,7 @@ class Attributes:
 
 def distinct(pieces: Iterable[saved.Saved]) -> list[saved.Saved]:
     """Without those that mean the same thing."""
-
-    def meaning(piece: saved.Saved) -> Any:
-        return type(piece), *(x if isinstance(x, (str, tuple)) else id(x) for x in vars(piece).values())
-
-    return list({meaning(piece): piece for piece in pieces}.values())
+    return list({saved.meaning(piece): piece for piece in pieces}.values())
 
 
 class GlueState:

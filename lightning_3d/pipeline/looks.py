@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.pipeline.holders import is_opaque
+from lightning_3d.pipeline.probe_net import of_the_user
 from lightning_3d.probe import SharedPatch
 
 _PROPERTIES = ("current_epoch", "global_step", "trainer")
@@ -89,7 +90,8 @@ def _patch(owner: type, name: str) -> SharedPatch:
             looks = getattr(_thread, "looks", None)
             if looks is not None:
                 looks.seen = True
-            return plain.__get__(self)
+            with of_the_user():  # without a Trainer it raises
+                return plain.__get__(self)
 
         noting = property(get, plain.fset, plain.fdel, plain.__doc__)
         _patches[owner, name] = SharedPatch(lambda: setattr(owner, name, noting), lambda: setattr(owner, name, plain))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class TraceRun(Glue):
         seeds: Of the microbatch: local random events draw what they will draw in the run.
         memory: What equal atoms did in earlier traces.
         keep_arguments: Events keep what atoms are called with, so that they can be called again.
+        around_atom: Entered around every atom that is tried.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class TraceRun(Glue):
         seeds: Seeds,
         memory: AtomMemory | None = None,
         keep_arguments: bool = False,
+        around_atom: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(module, atoms)
-        self._memory, self.keep_arguments = memory, keep_arguments
+        self._memory, self.keep_arguments, self._around_atom = memory, keep_arguments, around_atom
         self.trace, self.fakes, self.answers, self.seeds = trace, fakes, answers, seeds
         answers.refusal = PipelineError
         self.randomness, self.device = randomness, randomness.device
@@ -311,7 +313,7 @@ class TraceRun(Glue):
             execution = AtomExecution(self, module, run, leaves, fakes, spec)
             self._executed = event.name
             try:
-                with self.randomness.atom(execution):
+                with self.randomness.atom(execution), self._around_atom():
                     execution.execute(name)
             finally:
                 self._executed = None

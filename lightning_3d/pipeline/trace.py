@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_3d.pipeline.looks import Looks, open_modules, plain_state, watchi
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_run import TraceRun
 from lightning_3d.pipeline.rng import Randomness, Seeds
-from lightning_3d.probe import Answers, FakeParameters, ModuleState, python_state, retry
+from lightning_3d.probe import Answers, FakeParameters, ModuleState, python_state, retry, saved
 from lightning_3d.where import naming_the_line
 
 _OPERATIONS_PER_BYTE = {"cpu": 10.0}
@@ -73,9 +73,15 @@ def trace(
     opened = open_modules(module, atoms.values())
     plain = plain_state(opened)
 
-    def once() -> Trace:
+    in_atoms = memory.changes if memory is not None else set()
+
+    def once(around_atom: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Trace:
         looks.seen = False
-        run = partial(_run, module, atoms, step, name, randomness, forward_context, seeds, memory, keep_arguments)
+
+        def run(answers: Answers) -> Trace:
+            more = (memory, keep_arguments, around_atom)
+            return _run(module, atoms, step, name, randomness, forward_context, seeds, more, answers)
+
         with watching(module, looks), naming_the_line(PipelineError):
             found = retry(run, (PipelineError,))
         found.looks_at_python, found.python_state = looks.seen, plain
@@ -86,12 +92,12 @@ def trace(
         torch.set_grad_enabled(grad_enabled),
         sharding.dry(group),
         sharding.guarded(),
-        python_state(module, closed=atoms.values()) as python,
+        python_state(module) as python,
     ):
         state, contents = ModuleState(module), Contents(opened)
         attributes = Attributes(m for m in opened if not isinstance(m, Metric))
         try:
-            first = once()
+            first = once(partial(_noting_changes, python.pieces, in_atoms))
             if not state.changed() and not python.changed():
                 first.pieces = [*attributes.changed()]
                 contents.restore()
@@ -100,17 +106,18 @@ def trace(
             python.restore(_is_tracked)
             contents.restore()
             between, deeper = ModuleState(module), python.taken()
-            second = once()
+            second = once(partial(_noting_changes, python.changed(), in_atoms))
         except BaseException:
             state.restore()
             contents.restore()
             raise
-        pieces = [*attributes.changed(), *attributes.without(python.changed()), *state.changed_hooks()]
+        changed = [piece for piece in python.changed() if saved.meaning(piece) not in in_atoms]
+        pieces = [*attributes.changed(), *attributes.without(changed), *state.changed_hooks()]
         state.restore(_is_tracked)
         python.restore(_is_tracked)
         warm = not (contents.restore() or between.changed() or python.changed_since(deeper))
         if warm:
-            python.accept()
+            python.accept(lambda piece: saved.meaning(piece) not in in_atoms)
             # an atom that is remembered did not run twice
             state.restore(modules={m for atom in atoms.values() for m in atom.modules()}, hooks=False)
         else:
@@ -118,6 +125,14 @@ def trace(
     found = second if warm else first
     found.warm, found.pieces = warm, pieces
     return found
+
+
+@contextmanager
+def _noting_changes(pieces: list[saved.Saved], found: set[Hashable]) -> Iterator[None]:
+    """What atoms change is theirs: the stage that runs them keeps it."""
+    before = [piece.take() for piece in pieces]
+    yield
+    found |= {saved.meaning(p) for p, state in zip(pieces, before, strict=True) if not p.same(state)}
 
 
 def _run(
@@ -128,8 +143,7 @@ def _run(
     randomness: Randomness,
     forward_context: Callable[[], AbstractContextManager[Any]],
     seeds: Seeds,
-    memory: AtomMemory | None,
-    keep_arguments: bool,
+    more: tuple[Any, ...],
     answers: Answers,
 ) -> Trace:
     """One run of the step with invented answers to value reads."""
@@ -139,7 +153,7 @@ def _run(
     with FakeParameters(module, device, atoms.values()) as fakes, randomness.window(seeds, 0):
         before = randomness.python_states()
         with forward_context():
-            TraceRun(module, atoms, result, fakes, answers, randomness, seeds, memory, keep_arguments).run(step)
+            TraceRun(module, atoms, result, fakes, answers, randomness, seeds, *more).run(step)
         result.python_random = randomness.python_states() != before
     return result
 

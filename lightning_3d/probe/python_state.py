@@ -147,9 +147,14 @@ class PythonState:
         """Whether anything is not as it was."""
         return not all(piece.same(before) for piece, before in taken)
 
-    def accept(self) -> None:
-        """What has changed so far stays when it is closed, but for generators and iterators."""
-        self._start = [(p, before) for p, before in self._start if isinstance(p, saved.Generator) or p.same(before)]
+    @property
+    def pieces(self) -> list[saved.Saved]:
+        """All but generators."""
+        return [piece for piece, _ in self._start if not isinstance(piece, saved.Generator)]
+
+    def accept(self, which: Callable[[saved.Saved], bool]) -> None:
+        """Those that `which` is true of stay as they are by now when it is closed; generators and iterators do not."""
+        self._start = [(p, state) for p, state in self._start if isinstance(p, saved.Generator) or not which(p)]
 
     def restore(self, only: Callable[[Any], bool] | None = None) -> None:
         """Begin again: all as it was; as often as one likes.

@@ -10,6 +10,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -298,3 +299,8 @@ def inside_of(value: Any) -> Saved | None:
     if type(value) is Tensor and not value.is_meta:
         return SmallTensor(value)
     return Array(value) if is_array(value) and not value.dtype.hasobject else None
+
+
+def meaning(piece: Saved) -> Hashable:
+    """Equal for pieces that are the same state."""
+    return type(piece), *(x if isinstance(x, (str, tuple)) else id(x) for x in vars(piece).values())

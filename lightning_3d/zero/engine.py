@@ -11,23 +11,20 @@ their gradient last).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
-from lightning_3d.errors import ConfigurationError
-from lightning_3d.zero.bucket import Bucket, Piece, Slot
-from lightning_3d.zero.classify import check_fits, classify
+from lightning_3d.zero.bucket import Bucket, Slot
+from lightning_3d.zero.holdings import Holdings
 from lightning_3d.zero.shown import Shown
 
 
-class Zero:
+class Zero(Holdings):
     """Reduces gradients over the data-parallel axis and shards the optimizers' state (ZeRO stages 0 to 2).
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Collectives per
@@ -80,141 +77,35 @@ class Zero:
         windows: Mapping[str, Set[int]] | None = None,
         in_flight: int = 3,
     ) -> None:
-        self.optimizers = list(optimizers)
-        self.data, self._control = data, control
-        self.stage = stage if data.size > 1 else 0
-        self._names, self._counted = dict(names), counted
-        self._parameters = dict(parameters)
-        self._order = {id(p): i for i, p in enumerate(parameters.values())}
-        self._held_names = {id(p): n for n, p in parameters.items()}
-        self._holders = {name: axis for axis, group in shared for name in group}
-        # with one replica and no pipeline a gradient is final where autograd puts it
-        self.passive = data.size == 1 and not publish_later
+        super().__init__(
+            optimizers,
+            parameters,
+            names,
+            counted=counted,
+            stage=stage,
+            data=data,
+            shared=shared,
+            cut=cut,
+            parted=parted,
+            publish_later=publish_later,
+            bucket_bytes=bucket_bytes,
+            apart=stage >= 2 and not keeps,
+            windows=windows or {},
+        )
+        self._control = control
         self.reduces_always = self.stage >= 2 and not keeps
-        self._bucket_bytes, self._in_flight, self._windows = bucket_bytes, in_flight, windows or {}
+        self._in_flight = in_flight
         self._turn: list[Bucket] = []  # the buckets the backward under way may launch, in order
-        self.buckets: list[Bucket] = []
-        self.slots: dict[nn.Parameter, Slot] = {}
-        self._of_optimizer: dict[Optimizer, list[Bucket]] = defaultdict(list)
-        self._kinds: dict[Optimizer, str] = {}
         self._pool: list[Tensor] = []
-        self._hooks: list[Any] = []
         self._flying: list[Bucket] = []
         self._next = 0
         self.reducing = False
         self.gradient_bytes = self.gradient_peak = 0
         self.shown = Shown(watched and not self.passive)
-        self._cut, self._parted = cut, parted
-        self.group_names: dict[Optimizer, list[list[str]]] = {}
         for optimizer in self.optimizers:
             self._take_over(optimizer)
 
-    # -- optimizers
-    def _take_over(self, optimizer: Optimizer) -> None:
-        kind = self._kinds[optimizer] = classify(optimizer) if self.stage or self._parted else "elementwise"
-        names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
-        check_fits(type(optimizer).__name__, kind, self.data.size, self._parted, sorted(names & self._cut))
-        self._adopt(optimizer)
-        if self.stage:
-            optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
-            optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
-
-    def release(self) -> None:
-        """Take the hooks off the parameters (another `fit` builds its own buckets)."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Give every trainable parameter of the groups that is not ours yet a place in a bucket.
-
-        Also after `add_param_group`, and for parameters unfrozen later (a frozen one stays as it is until then).
-        What other pipeline stages hold leaves the groups; `group_names` remembers it.
-        """
-        self._record_names(optimizer)
-        for group in optimizer.param_groups:
-            group["params"][:] = [p for p in group["params"] if isinstance(p, Piece) or id(p) in self._held_names]
-        if self.passive:
-            return
-        new = [p for g in optimizer.param_groups for p in g["params"] if self._is_new(p)]
-        runs: dict[Any, list[nn.Parameter]] = defaultdict(list)
-        for parameter in sorted(new, key=lambda p: -self._order[id(p)]):
-            holders = self._holders.get(self._held_names[id(parameter)])
-            key: Any = (parameter.dtype, parameter.device, id(holders) if holders else None)
-            if self.reduces_always:
-                # by what gets its gradients together: of a split backward, matrices later than biases and norms
-                key = (*key, frozenset(self._windows.get(self._held_names[id(parameter)], ())), parameter.ndim > 1)
-            runs[key].append(parameter)
-        for run in runs.values():
-            self._of_optimizer[optimizer] += self._cut_into_buckets(optimizer, run)
-        self.buckets.sort(key=lambda b: (b.holders is not None, -min(self._order[id(s.parameter)] for s in b.slots)))
-        for group in optimizer.param_groups:
-            self._replace_by_pieces(optimizer, group)
-        self._arm()
-
-    def _replace_by_pieces(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        before = list(group["params"])
-        group["params"][:] = [self.slots[p].held if p in self.slots else p for p in before]
-        for old, now in zip(before, group["params"], strict=True):
-            if old is not now and old in optimizer.state:
-                state = optimizer.state.pop(old)
-                optimizer.state[now] = {key: _cut(self.slots[old], value) for key, value in state.items()}
-        # torch picks foreach by exact type, which a Piece is not
-        on_cuda = self.stage and group["params"] and group["params"][0].is_cuda
-        if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
-
-    def _record_names(self, optimizer: Optimizer) -> None:
-        """Names of all parameters of every group, in order, as one process would number them."""
-        known = self.group_names.setdefault(optimizer, [])
-        for index, group in enumerate(optimizer.param_groups):
-            if index < len(known):
-                continue
-            for parameter in group["params"]:
-                if id(parameter) not in self._names:
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is not a "
-                        "parameter of the LightningModule, so its gradient would not be reduced. Register it: "
-                        "self.name = nn.Parameter(...)."
-                    )
-            known.append([self._names[id(p)] for p in group["params"]])
-
-    def _is_new(self, parameter: nn.Parameter) -> bool:
-        if self.passive:
-            return id(parameter) not in self._held_names
-        return parameter.requires_grad and not isinstance(parameter, Piece) and parameter not in self.slots
-
-    def _cut_into_buckets(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        made: list[Bucket] = []
-        run: list[nn.Parameter] = []
-        for parameter in [*parameters, None]:
-            full = run and (parameter is None or sum(p.nbytes for p in run) + parameter.nbytes > self._bucket_bytes)
-            if full:
-                named = [(n := self._held_names[id(p)], p, n in self._counted) for p in run]
-                bucket = Bucket(
-                    named,
-                    self.data,
-                    sharded=self.stage > 0,
-                    whole=self._kinds[optimizer] == "whole",
-                    holders=self._holders.get(named[0][0]),
-                    windows=frozenset(self._windows.get(named[0][0], ())),
-                )
-                made.append(bucket)
-                run = []
-            if parameter is not None:
-                run.append(parameter)
-        for bucket in made:
-            for slot in bucket.slots:
-                self.slots[slot.parameter] = slot
-                hook = slot.parameter.register_post_accumulate_grad_hook(lambda _, s=slot: self._on_gradient(s))
-                self._hooks.append(hook)
-        self.buckets += made
-        return made
-
-    def _reclaim(self, optimizer: Optimizer) -> None:
-        for bucket in self._of_optimizer[optimizer]:
-            bucket.reclaim()
-
+    # -- parameters
     def _after_step(self, optimizer: Optimizer) -> None:
         """All-gather the new parameters, in the order the next forward needs them."""
         buckets = self._of_optimizer[optimizer]
@@ -230,28 +121,6 @@ class Zero:
         for optimizer in self.optimizers:
             if any(self._is_new(p) for group in optimizer.param_groups for p in group["params"]):
                 self._adopt(optimizer)
-
-    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
-        """Names of the parameters of every group, in order, as one process would number them."""
-        self._record_names(optimizer)
-        return self.group_names[optimizer]
-
-    def regroup(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
-        """Groups with these parameters: what a run had that added some during training (finetuning callbacks).
-
-        Args:
-            optimizer: One of the optimizers; its first groups may have been replaced by a callback.
-            names: Names of every group's parameters, the groups it was built with first.
-        """
-        held = self._parameters
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        for index, group_names in enumerate(names):
-            if index == len(optimizer.param_groups):
-                optimizer.param_groups.append({**options})
-            found = [held[name] for name in group_names if name in held]
-            optimizer.param_groups[index]["params"] = found
-        self.group_names[optimizer] = [list(group) for group in names]
-        self._adopt(optimizer)
 
     def set_aside(self, keep: bool) -> None:
         """Clear the module's `.grad` before a pipeline schedule, which runs ahead of Lightning's `zero_grad`.
@@ -419,13 +288,3 @@ class Zero:
 
 def _expects(slot: Slot) -> bool:
     return slot.parameter.requires_grad
-
-
-def _cut(slot: Slot, value: Any) -> Any:
-    """This rank's part of a full-size state tensor; anything else as it is."""
-    if not isinstance(value, Tensor) or value.numel() != slot.numel or slot.held is slot.parameter:
-        return value
-    if slot.bucket.whole:
-        return value if slot.owned else value.new_empty(0)
-    part = value.detach().reshape(-1)[slot.low : slot.high].clone()
-    return part.view(slot.held.shape) if not slot.shape else part

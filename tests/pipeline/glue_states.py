@@ -20,9 +20,11 @@ from lightning_3d.testing import full_parameters
 from tests import models
 from tests.strategy.cases import trainer_for
 
+CALLS: list[int] = []
+
 
 class Block(nn.Module):
-    """Remembers something itself: `counter`, `state` (a stateful RNN), `cached` (a buffer and its last output)."""
+    """Remembers something: `counter`, `state` (a stateful RNN), `cached` (a buffer and its last output), `global`."""
 
     def __init__(self, remembers: str = "") -> None:
         super().__init__()
@@ -39,6 +41,8 @@ class Block(nn.Module):
             if self.state is not None:
                 x = x + 0.5 * self.state
             self.state = x.detach().mean(0)
+        elif self.remembers == "global":
+            CALLS.append(len(CALLS))
         elif self.remembers == "cached":
             self.mean = 0.5 * self.mean + x.detach().mean(0)
             self.last = x
@@ -178,6 +182,7 @@ KINDS: dict[str, Callable[[], Remembers]] = {
     "memory bank": lambda: Remembers(None, contrasts),
     "block counts": lambda: Remembers(blocks="counter"),
     "block has state": lambda: Remembers(blocks="state"),
+    "block notes calls": lambda: Remembers(blocks="global"),
     "block caches": lambda: Remembers(blocks="cached"),
 }
 
@@ -199,6 +204,9 @@ def train(sizes: dict[str, Any] | None, without: tuple[str, ...] = ()) -> dict[s
         values |= {n: b for n, b in module.named_buffers() if "." not in n}
         values |= {n: torch.as_tensor(v) for n, v in trainer.callback_metrics.items()}
         values["count"] = torch.tensor(float(module.count))
+        if kind == "block notes calls":
+            out["calls"] = {"": torch.tensor(len(CALLS))}
+            CALLS.clear()
         out[kind] = values
     return out
 
