@@ -51,6 +51,10 @@ class StageRow:
     sends: tuple[str, ...] = ()
 
 
+_NARROW = 18
+"""Columns are not wrapped to less."""
+
+
 def render(*parts: RenderableType, width: int = 120) -> str:
     """The text of tables and strings without colour; strings stay as they are.
 
@@ -110,7 +114,7 @@ def plain_table(
             justify="right" if column in right else "left",
             no_wrap=column not in wrap,
             overflow="fold",
-            min_width=min(longest, 24) if column in wrap else longest,
+            min_width=min(longest, _NARROW) if column in wrap else longest,
         )
     for i, row in enumerate(lines):
         table.add_row(*row, end_section=total and i == len(lines) - 2)
@@ -140,9 +144,8 @@ def axis_table(layout: Layout) -> Table:
             shares, talk = _AXIS_SAYS[axis]
             first = [rank_of(layout, Coordinate(**{**dict.fromkeys(AXES, 0), axis: i})) for i in range(size)]
             rows.append([axis, str(size), shares, talk, ", ".join(map(str, sorted(first)))])
-    return plain_table(
-        "axes", ["axis", "size", "its ranks", "traffic", "first group"], rows, right=["size"], wrap=["traffic"]
-    )
+    columns = ["axis", "size", "its ranks", "traffic", "first group"]
+    return plain_table("axes", columns, rows, right=["size"], wrap=["traffic", "first group"])
 
 
 def tensor_table(rows: Iterable[TensorRow], title: str = "tensor plan") -> Table:
