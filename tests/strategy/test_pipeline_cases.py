@@ -82,7 +82,7 @@ def test_batch_norm_sees_microbatches() -> None:
         for state, _ in ranks:
             assert worst(state, want) <= 1e-9, layout
             assert int(state["net.0.1.num_batches_tracked"]) == 2 * count
-        assert sum(len(messages) for _, messages in ranks) == 1
+        assert sum(len(messages) for _, messages in ranks) == (count > 1)
 
 
 def test_buffers_no_checkpoint_holds_are_right_after_a_build_on_meta() -> None:
@@ -252,8 +252,8 @@ def test_outputs_meet_their_own_labels() -> None:
     assert len(want) == 24
     for layout in (sizes(1, 2, num_microbatches=3), {**LOOPED, "num_microbatches": 4}):
         ranks = launch(pipeline_cases.pairs, 2, layout)
-        (seen,) = [p for p, _ in ranks if p]  # what a step keeps for itself is on the last stage
-        assert sorted(seen) == sorted(want)
+        seen = ranks[0][0]
+        assert all(sorted(p) == sorted(want) for p, _ in ranks)  # what the step keeps for itself reaches every stage
         assert all(value == label and length == 2 + label % 5 for value, label, length in seen)
         for _, got in ranks:
             assert worst(got, parameters) <= 1e-9
