@@ -6,11 +6,11 @@ the collective for it, and the others would wait. At the end of an epoch every r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import nn
 
 from lightning_3d.comm import Communicator
@@ -66,7 +66,7 @@ def _join(results: Any, module: nn.Module, replicas: Communicator, reduce: Calla
     for entry in order:
         result = results.get(entry.key)
         if result is None:
-            result = results[entry.key] = _empty(entry, module, reduce)
+            result = results[entry.key] = _empty(entry, module, reduce, sys.modules[type(results).__module__])
         if result.has_reset or entry not in mine:
             # as an update would leave it: there is something to compute, and nothing is cached
             result.has_reset, result._update_count, result._computed = False, 1, None
@@ -104,20 +104,21 @@ def _entry(key: str, result: Any, module: nn.Module) -> _Entry:
     )
 
 
-def _empty(entry: _Entry, module: nn.Module, reduce: Callable[..., Any]) -> Any:
-    meta = _Metadata(
+def _empty(entry: _Entry, module: nn.Module, reduce: Callable[..., Any], room: Any) -> Any:
+    """A result in which nothing is; `room` is the file of the Lightning package whose Trainer it is."""
+    meta = room._Metadata(
         fx=entry.fx,
         name=entry.name,
         prog_bar=entry.prog_bar,
         logger=entry.logger,
         on_step=entry.on_step,
-        reduce_fx=entry.reduction,  # type: ignore[arg-type]
+        reduce_fx=entry.reduction,
         add_dataloader_idx=entry.add_dataloader_idx,
         dataloader_idx=entry.dataloader_idx,
         metric_attribute=entry.metric_attribute,
     )
-    meta.sync = _Sync(_should=True, fn=reduce)
-    result = _ResultMetric(meta, entry.metric is None)
+    meta.sync = room._Sync(_should=True, fn=reduce)
+    result = room._ResultMetric(meta, entry.metric is None)
     if entry.metric is not None:
         result.value = module.get_submodule(entry.metric)
     return result.to(next(module.parameters()).device)

@@ -68,6 +68,7 @@ class Program:
         """
         with self.around(), surroundings(self.module, self.atoms), self.generators.forked(), sharding.guarded():
             self.running = True
+            self.state.begin()
             try:
                 yield
             finally:

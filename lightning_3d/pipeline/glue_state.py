@@ -83,6 +83,10 @@ class GlueState:
         # microbatch -> piece -> (as the first window that changed it found it, as that window left it)
         self._versions: dict[int, dict[int, tuple[Any, Any]]] = {}
 
+    def begin(self) -> None:
+        """A batch begins; one that failed may have left something."""
+        self._versions.clear()
+
     @contextmanager
     def window(self, partition: Any, window: int, microbatch: int) -> Iterator[None]:
         """Around a forward of one window.

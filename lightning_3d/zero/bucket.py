@@ -273,9 +273,15 @@ class Bucket:
         give(self)
 
     def sum_holders(self) -> None:
-        """Stages that share the parameters: the sum of their parts is the gradient. Collective over the holders."""
-        if self.holders is not None and self.pending is not None:
-            self.holders.all_reduce(self.pending)
+        """Stages that share the parameters: the sum of their parts is the gradient. Collective over the holders.
+
+        Flags are exchanged before, so that all of them know whether any has used one; another gives zeros.
+        """
+        if self.holders is None or not any(slot.used for slot in self.slots):
+            return
+        if self.pending is None:
+            self.pending = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        self.holders.all_reduce(self.pending)
 
     def publish(self, factor: float | Tensor = 1.0) -> bool:
         """Hand the pending sums over as `.grad`. A parameter that no rank used keeps what it has (None stays None).
