@@ -50,7 +50,7 @@ from lightning_3d.tensor import (
 from lightning_3d.tensor.recorded.compiled import warn_uncompiled
 from lightning_3d.tensor.recorded.eager import compiled_modules
 from lightning_3d.tensor.recorded.recording import Recording
-from lightning_3d.zero import Zero
+from lightning_3d.zero import Share, Zero
 
 _log = logging.getLogger(__name__)
 
@@ -211,21 +211,25 @@ class Engine:
             )
         for optimizer in optimizers if self.layout.tp > 1 else ():
             cut_optimizer_state(optimizer, self.tensor_group)
-        self.zero = Zero(
-            optimizers,
+        runner = self.runner
+        share = Share(
             self.held,
             self.names,
-            counted=self.counted,
-            stage=self.layout.zero,
-            data=self.mesh.data,
-            control=self.mesh.control,
-            shared=self.runner.shared_groups if self.runner is not None else (),
+            self.counted,
+            self.mesh.data,
+            self.mesh.control,
+            shared=runner.shared_groups if runner is not None else (),
             cut={n for n, p in self.parameters.items() if _local_shape(p) != self.global_shapes[n]},
             parted=self.layout.tp * self.layout.pp > 1,
-            publish_later=self.runner is not None,
+            windows=runner.windows_of_parameters() if runner is not None else {},
+        )
+        self.zero = Zero(
+            optimizers,
+            share,
+            self.layout.zero,
+            publish_later=runner is not None,
             watched=watched,
             keeps=keeps,
-            windows=self.runner.windows_of_parameters() if self.runner is not None else None,
             bucket_bytes=self.settings.bucket_bytes or (4 << 20 if self.mesh.device.type == "cpu" else 25 << 20),
         )
 

@@ -11,16 +11,16 @@ their gradient last).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
 from lightning_3d.zero.bucket import Bucket, Slot
-from lightning_3d.zero.holdings import Holdings
+from lightning_3d.zero.holdings import Holdings, Share
 from lightning_3d.zero.shown import Shown
 
 
@@ -35,21 +35,13 @@ class Zero(Holdings):
 
     Args:
         optimizers: The user's optimizers. In stage 1 their groups hold `Piece`s afterwards, at the same places.
-        parameters: Name -> parameter, all this rank holds, in the module's order.
-        names: `id(parameter)` -> name for every parameter of the module, also those other stages hold.
-        counted: Names of the parameters this rank counts in norms.
+        share: What this rank holds, and with whom.
         stage: 0, 1 or 2.
-        data: The data-parallel axis.
-        control: The same axis on the CPU, for flags that Python needs.
-        shared: (axis over the holders, names) of parameters several pipeline stages use.
-        cut: Names of the parameters that are divided over tp.
-        parted: Other ranks of the replica hold other parameters (tensor or pipeline parallelism).
         publish_later: The backward runs before Lightning zeroes gradients (pipeline), so they are kept apart from
             `.grad` until `publish`.
         watched: Hooks of the user may look at `.grad`, so it is shown to them whole.
         keeps: They may look at it between the backwards of a step, so stage 2 reduces after the last one only.
         bucket_bytes: Size at which a bucket is closed.
-        windows: Name -> windows of this pipeline stage that use the parameter.
         in_flight: Reductions that may be under way at once (each keeps a full-size gradient buffer).
 
     Raises:
@@ -60,41 +52,17 @@ class Zero(Holdings):
     def __init__(
         self,
         optimizers: Iterable[Optimizer],
-        parameters: Mapping[str, nn.Parameter],
-        names: Mapping[int, str],
-        *,
-        counted: set[str],
+        share: Share,
         stage: int,
-        data: Communicator,
-        control: Communicator,
-        shared: Sequence[tuple[Communicator, Sequence[str]]] = (),
-        cut: Set[str] = frozenset(),
-        parted: bool = False,
+        *,
         publish_later: bool = False,
         watched: bool = False,
         keeps: bool = False,
         bucket_bytes: int = 4 << 20,
-        windows: Mapping[str, Set[int]] | None = None,
         in_flight: int = 3,
     ) -> None:
-        super().__init__(
-            optimizers,
-            parameters,
-            names,
-            counted=counted,
-            stage=stage,
-            data=data,
-            shared=shared,
-            cut=cut,
-            parted=parted,
-            publish_later=publish_later,
-            bucket_bytes=bucket_bytes,
-            apart=stage >= 2 and not keeps,
-            windows=windows or {},
-        )
-        self._control = control
-        self.reduces_always = self.stage >= 2 and not keeps
-        self._in_flight = in_flight
+        super().__init__(optimizers, share, stage, publish_later=publish_later, keeps=keeps, bucket_bytes=bucket_bytes)
+        self._control, self._in_flight = share.control, in_flight
         self._turn: list[Bucket] = []  # the buckets the backward under way may launch, in order
         self._pool: list[Tensor] = []
         self._flying: list[Bucket] = []

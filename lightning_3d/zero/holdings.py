@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,49 +20,68 @@ from lightning_3d.zero.bucket import Bucket, Piece, Slot
 from lightning_3d.zero.classify import check_fits, classify
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a rank holds of the model, and with whom.
+
+    Args:
+        parameters: Name -> parameter, all this rank holds, in the module's order.
+        names: `id(parameter)` -> name for every parameter of the module, also those other stages hold.
+        counted: Names of the parameters this rank counts in norms.
+        data: The data-parallel axis.
+        control: The same axis on the CPU, for flags that Python needs.
+        shared: (axis over the holders, names) of parameters several pipeline stages use.
+        cut: Names of the parameters that are divided over tp.
+        parted: Other ranks of the replica hold other parameters (tensor or pipeline parallelism).
+        windows: Name -> windows of this pipeline stage that use the parameter.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    names: Mapping[int, str]
+    counted: set[str]
+    data: Communicator
+    control: Communicator
+    shared: Sequence[tuple[Communicator, Sequence[str]]] = ()
+    cut: Set[str] = frozenset()
+    parted: bool = False
+    windows: Mapping[str, Set[int]] = field(default_factory=dict)
+
+
 class Holdings(abc.ABC):
     """The buckets, and the groups of the optimizers.
 
     Args:
-        apart: Parameters whose gradients do not come together get buckets of their own.
-        optimizers, parameters, names, counted, stage, data, shared, cut, parted, publish_later, bucket_bytes, windows:
-            As in `Zero`.
+        optimizers, share, stage, publish_later, bucket_bytes: As in `Zero`.
+        keeps: See `Zero`; otherwise stage 2 gives parameters whose gradients do not come together buckets of their own.
     """
 
     def __init__(
         self,
         optimizers: Iterable[Optimizer],
-        parameters: Mapping[str, nn.Parameter],
-        names: Mapping[int, str],
-        *,
-        counted: set[str],
+        share: Share,
         stage: int,
-        data: Communicator,
-        shared: Sequence[tuple[Communicator, Sequence[str]]],
-        cut: Set[str],
-        parted: bool,
+        *,
         publish_later: bool,
+        keeps: bool,
         bucket_bytes: int,
-        apart: bool,
-        windows: Mapping[str, Set[int]],
     ) -> None:
         self.optimizers = list(optimizers)
-        self.data = data
-        self.stage = stage if data.size > 1 else 0
-        self._names, self._counted = dict(names), counted
-        self._parameters = dict(parameters)
-        self._order = {id(p): i for i, p in enumerate(parameters.values())}
-        self._held_names = {id(p): n for n, p in parameters.items()}
-        self._holders = {name: axis for axis, group in shared for name in group}
+        self.data = share.data
+        self.stage = stage if share.data.size > 1 else 0
+        self.reduces_always = self.stage >= 2 and not keeps
+        self._names, self._counted, self._windows = share.names, share.counted, share.windows
+        self._parameters, self._cut, self._parted = share.parameters, share.cut, share.parted
+        self._order = {id(p): i for i, p in enumerate(share.parameters.values())}
+        self._held_names = {id(p): n for n, p in share.parameters.items()}
+        self._holders = {name: axis for axis, group in share.shared for name in group}
         # with one replica and no pipeline a gradient is final where autograd puts it
-        self.passive = data.size == 1 and not publish_later
-        self._bucket_bytes, self._apart, self._windows = bucket_bytes, apart, windows
+        self.passive = share.data.size == 1 and not publish_later
+        self._bucket_bytes = bucket_bytes
         self.buckets: list[Bucket] = []
         self.slots: dict[nn.Parameter, Slot] = {}
         self._of_optimizer: dict[Optimizer, list[Bucket]] = defaultdict(list)
         self._kinds: dict[Optimizer, str] = {}
         self._hooks: list[Any] = []
-        self._cut, self._parted = cut, parted
         self.group_names: dict[Optimizer, list[list[str]]] = {}
 
     @abc.abstractmethod
@@ -107,7 +127,7 @@ class Holdings(abc.ABC):
         for parameter in sorted(new, key=lambda p: -self._order[id(p)]):
             holders = self._holders.get(self._held_names[id(parameter)])
             key: Any = (parameter.dtype, parameter.device, id(holders) if holders else None)
-            if self._apart:
+            if self.reduces_always:
                 # by what gets its gradients together: of a split backward, matrices later than biases and norms
                 key = (*key, frozenset(self._windows.get(self._held_names[id(parameter)], ())), parameter.ndim > 1)
             runs[key].append(parameter)

@@ -17,6 +17,15 @@ from tests.strategy.test_parity import case_for, check
 
 preload("transformers", "tests.models", "tests.strategy.fits")
 
+Sizes = tuple[int, int, int]
+
+
+def on_layouts(fast: list[Sizes], slow: list[Sizes]) -> Any:
+    """(tp, pp, dp) as the test's argument `layout`."""
+    params = [*fast, *(pytest.param(layout, marks=pytest.mark.slow) for layout in slow)]
+    return pytest.mark.parametrize("layout", params, ids=str)
+
+
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_size": 2}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "looped": INTERLEAVED,
@@ -27,17 +36,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        (2, 2, 1),
-        (1, 4, 1),
-        pytest.param((1, 2, 1), marks=pytest.mark.slow),
-        pytest.param((1, 2, 2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_every_schedule(layout: tuple[int, int, int]) -> None:
+@on_layouts([(2, 2, 1), (1, 4, 1)], slow=[(1, 2, 1), (1, 2, 2)])
+def test_every_schedule(layout: Sizes) -> None:
     cases = []
     for k, options in enumerate(SCHEDULES.values()):
         case = case_for(["gpt_tied", "llama", "gpt2"][k % 3], layout, 1 + k % 2, 4)
@@ -57,17 +57,8 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        (1, 1, 2),
-        (2, 2, 1),
-        pytest.param((2, 1, 1), marks=pytest.mark.slow),
-        pytest.param((1, 2, 1), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_recomputed_activations_give_the_same_gradients(layout: tuple[int, int, int]) -> None:
+@on_layouts([(1, 1, 2), (2, 2, 1)], slow=[(2, 1, 1), (1, 2, 1)])
+def test_recomputed_activations_give_the_same_gradients(layout: Sizes) -> None:
     modes = [*MODES, {"activation_checkpointing": ["full", "none"][: layout[1]]}]
     cases = []
     for k, options in enumerate(modes):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_3d.comm import ProcessCommunicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.testing import relative_error, run_distributed
-from lightning_3d.zero import Zero, classify, scale_gradients, total_norm
+from lightning_3d.zero import Share, Zero, classify, scale_gradients, total_norm
 
 CPU = torch.device("cpu")
 
@@ -25,6 +25,10 @@ CPU = torch.device("cpu")
 def control() -> ProcessCommunicator:
     """Flags travel while reductions are under way, so they have a group of their own."""
     return ProcessCommunicator("control", dist.new_group(), CPU)
+
+
+def share_of(named: dict[str, nn.Parameter], axis: ProcessCommunicator, **more: Any) -> Share:
+    return Share(named, {id(p): n for n, p in named.items()}, set(named), axis, control(), **more)
 
 
 class Net(nn.Module):
@@ -108,11 +112,9 @@ def parallel(case: tuple[Any, ...], size: int, steps: int) -> float:
     optimizer = make_optimizer(kind, net)
     before = dict(net.named_parameters())
     axis = ProcessCommunicator("dp", dist.group.WORLD, CPU)
-    zero = Zero(
-        [optimizer], before, {id(p): n for n, p in before.items()}, counted=set(before), stage=stage, data=axis,
-        control=control(), publish_later=pipeline_order, bucket_bytes=600,
-        windows={n: {0} for n in before if not n.startswith("scale")},  # what is not known comes at the end
-    )  # fmt: skip
+    windows = {n: {0} for n in before if not n.startswith("scale")}  # what is not known comes at the end
+    share = share_of(before, axis, windows=windows)
+    zero = Zero([optimizer], share, stage, publish_later=pipeline_order, bucket_bytes=600)
     rank, world = dist.get_rank(), dist.get_world_size()
     norms = []
     for step in range(steps):
@@ -199,8 +201,7 @@ def unequal_optional_use() -> bool:
     axis = ProcessCommunicator("dp", dist.group.WORLD, CPU)
     named = dict(net.named_parameters())
     start = copy.deepcopy({n: p.detach() for n, p in named.items()})
-    zero = Zero([optimizer], named, {id(p): n for n, p in named.items()}, counted=set(named), stage=1, data=axis,
-                control=control())  # fmt: skip
+    zero = Zero([optimizer], share_of(named, axis), 1)
     zero.begin()
     zero.start_reducing()
     loss_of(net, batch(0, 4)).backward()
@@ -252,8 +253,7 @@ def refuse(kind: str) -> str:
     params = [*net.parameters(), loose] if kind == "loose" else list(net.parameters())
     optimizer = torch.optim.LBFGS(params) if kind == "coupled" else torch.optim.SGD(params, lr=0.1)
     try:
-        Zero([optimizer], named, {id(p): n for n, p in named.items()}, counted=set(named), stage=1, data=axis,
-             control=control())  # fmt: skip
+        Zero([optimizer], share_of(named, axis), 1)
         net(torch.tensor([1, 2])).sum().backward()
     except ConfigurationError as error:
         return str(error)
