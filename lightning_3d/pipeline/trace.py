@@ -47,8 +47,8 @@ def trace(
 
     A step that changes attributes of its modules runs twice: when the second run changes nothing more, glue code caches
     something on its first call (a mask, lazily installed hooks); that warm state is kept, because later steps will find
-    it too. Everything else of the module's state (attributes, hooks, objects and
-    containers it holds, buffers of glue code, metric states, random generators, iterators) is put back.
+    it too. Everything else of the module's state (attributes, hooks, objects and containers it holds, buffers of glue
+    code, metric states, random generators, iterators) is put back.
 
     Args:
         module: The root module.
