@@ -45,11 +45,15 @@ class Ledger:
 
     def record(self, axis: str, op: str, size: int, tensor: Tensor) -> None:
         """Count one call of `op` over `size` ranks of `axis`; `tensor` is the full-size operand."""
-        entry = self.traffic.setdefault((self.phase, axis, op), Traffic())
+        key = (self.phase, axis, op)
+        entry = self.traffic.get(key)
+        if entry is None:
+            entry = self.traffic[key] = Traffic()
+        elements, payload = tensor.numel(), tensor.nbytes
         entry.calls += 1
-        entry.elements += tensor.numel()
-        entry.payload += tensor.nbytes
-        entry.wire += tensor.nbytes * _wire_factor(op, size)
+        entry.elements += elements
+        entry.payload += payload
+        entry.wire += payload * _wire_factor(op, size)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -249,11 +253,11 @@ class ProcessCommunicator(Communicator):
 
     def send_start(self, tensor: Tensor, peer: int) -> Pending:
         self._count("send", tensor)
-        return _work(dist.isend(tensor, dist.get_global_rank(self.group, peer), group=self.group))
+        return _work(self.group.send([_real(tensor)], peer, 0))
 
     def receive_start(self, tensor: Tensor, peer: int) -> Pending:
         self._count("recv", tensor)
-        return _work(dist.irecv(tensor, dist.get_global_rank(self.group, peer), group=self.group))
+        return _work(self.group.recv([_real(tensor)], peer, 0))
 
     def broadcast_object(self, value: T, source: int) -> T:
         if self.size == 1:
@@ -301,6 +305,11 @@ def ranks_of(group: Any = None) -> list[int]:
 
 def _work(work: Any) -> Pending:
     return DONE if work is None else work
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """As numbers of which backends know the dtype; the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _pack(value: Any) -> Tensor:
