@@ -7,10 +7,8 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HERE = str(Path(__file__).resolve().parent)
 _STANDARD = str(Path(sysconfig.get_paths()["stdlib"]))
@@ -25,21 +23,23 @@ class Place(NamedTuple):
     function: str
 
 
-@contextmanager
-def naming_the_line(*kinds: type[Exception]) -> Iterator[None]:
+class naming_the_line:
     """Errors of these kinds that are raised inside tell the innermost line of code that is neither ours nor torch's.
 
     If that line is in an installed package (a model library), the innermost line outside of packages is told, too.
     """
-    try:
-        yield
-    except kinds as error:
-        if not getattr(error, "names_line", False):
+
+    def __init__(self, *kinds: type[Exception]) -> None:
+        self._kinds = kinds
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, self._kinds) and not getattr(error, "names_line", False):
             lines = lines_of(error)
             if lines:
                 error.args = (f"{error}\n" + "\n".join(f"  in {line}" for line in lines),)
             error.names_line = True  # type: ignore[attr-defined]
-        raise
 
 
 def current_line() -> str:

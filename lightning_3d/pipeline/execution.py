@@ -74,9 +74,14 @@ class Program:
             finally:
                 self.running = False
 
-    @contextmanager
-    def randomness(self, trace: Trace, seeds: Seeds, window: int, last: bool) -> Iterator[None]:
+    def randomness(self, trace: Trace, seeds: Seeds, window: int, last: bool) -> AbstractContextManager[None]:
         """The generators of one window; `last`: the step comes to its end in it."""
+        if self.running and not trace.random:
+            return nullcontext()
+        return self._seeded(trace, seeds, window, last)
+
+    @contextmanager
+    def _seeded(self, trace: Trace, seeds: Seeds, window: int, last: bool) -> Iterator[None]:
         with nullcontext() if self.running else self.generators.window(seeds, window):
             if self.running and trace.random:
                 self.generators.seed_window(seeds, window)
@@ -131,7 +136,7 @@ def forward(
     with (
         program.randomness(partition.trace, seeds, window, run.last),
         program.state.window(partition, window, seeds.microbatch),
-        nullcontext() if run.last else untouched_metrics(program),
+        nullcontext() if run.last or not program.metrics else untouched_metrics(program),
         nullcontext() if program.running else sharding.guarded(),
         program.forward_context(),
         program.step_values.collecting(run.known, run.paused) if run.last else nullcontext(),

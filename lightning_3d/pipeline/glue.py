@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from lightning_3d.pipeline.holders import holders, set_slots, slots
 from lightning_3d.pipeline.packed import spelled_out
 from lightning_3d.pipeline.phantom import Phantom, is_passive
 from lightning_3d.pipeline.regions import checkpoint_regions
-from lightning_3d.probe import intercept_functions
+from lightning_3d.probe import intercept_functions, parameters_shown
 
 _thread = threading.local()
 _NOTHING = object()
@@ -46,6 +46,24 @@ _regions = checkpoint_regions(current)
 
 class Unwind(BaseException):
     """The window is over: leave the user's step. Not an `Exception`, so that user code does not catch it."""
+
+
+class _Paused:
+    """See `Glue.paused`; not a generator, since every event opens one."""
+
+    def __init__(self, glue: Glue) -> None:
+        self._glue, self._popped = glue, False
+
+    def __enter__(self) -> None:
+        self._glue.inside += 1
+        if torch.overrides._get_current_function_mode() is self._glue:
+            self._popped = True
+            torch.overrides._pop_mode()
+
+    def __exit__(self, *_: object) -> None:
+        if self._popped:
+            torch.overrides._push_mode(self._glue)
+        self._glue.inside -= 1
 
 
 class Glue(TorchFunctionMode, ABC):
@@ -108,16 +126,9 @@ class Glue(TorchFunctionMode, ABC):
             self.inside -= 1
         return iter(out) if iterate else out
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Run code without the interpreter: popped when it is the innermost mode (no overhead), else flagged."""
-        self.inside += 1
-        on_top = torch.overrides._get_current_function_mode() is self
-        try:
-            with torch.overrides._pop_mode_temporarily() if on_top else nullcontext():
-                yield
-        finally:
-            self.inside -= 1
+        return _Paused(self)
 
     @contextmanager
     def active(self, surrounded: bool = False) -> Iterator[None]:
@@ -239,7 +250,7 @@ def _put_back(module: nn.Module, key: str, before: Any) -> None:
 @contextmanager
 def surroundings(module: nn.Module, atoms: Mapping[str, nn.Module]) -> Iterator[None]:
     """Everything that leads to an active interpreter is in place while this is open."""
-    with _installed(module, atoms), intercept_functions(_on_function, 0), _regions():
+    with _installed(module, atoms), intercept_functions(_on_function, 0), _regions(), parameters_shown():
         yield
 
 

@@ -6,7 +6,7 @@ A sharded value is one tracked value like any other: it shows the global shape, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,11 +57,9 @@ def whole(value: Any) -> Any:
     return tensor_room.whole(value) if _sharded(value) else value
 
 
-@contextmanager
-def guarded() -> Iterator[None]:
+def guarded() -> AbstractContextManager[None]:
     """While open, custom autograd Functions called with sharded tensors are handled by the tensor room."""
-    with intercept_functions(function_guard, 1):
-        yield
+    return intercept_functions(function_guard, 1)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -119,18 +119,20 @@ class Walk:
                 self.on_action(None)
 
     def _execute(self, action: Action, hook: Callable[[], None] | None) -> None:
-        if action.kind == "F":
-            with self.ledger.during("forward"):
+        before = self.ledger.phase
+        self.ledger.phase = "forward" if action.kind == "F" else "backward"
+        try:
+            if action.kind == "F":
                 self._forward(action)
-            return
-        around: AbstractContextManager[None] = nullcontext()
-        if self._around_backward is not None and action.kind != "I":
-            around = self._around_backward(action[2])
-        with self.ledger.during("backward"), around:
-            if action.kind == "W":
-                self._backward_of_weights(action, hook)
-            else:
-                self._backward(action, hook)
+                return
+            run = self._backward_of_weights if action.kind == "W" else self._backward
+            if self._around_backward is None or action.kind == "I":
+                run(action, hook)
+                return
+            with self._around_backward(action[2]):
+                run(action, hook)
+        finally:
+            self.ledger.phase = before
 
     # -- messages
     def _receive(self, action: Action) -> list[tuple[Vid, Tensor]]:

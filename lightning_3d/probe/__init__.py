@@ -9,7 +9,7 @@ from lightning_3d.probe.reads import VALUE_READS, Answers, retry
 from lightning_3d.probe.shared_patch import SharedPatch
 from lightning_3d.probe.short import shorter_batches
 from lightning_3d.probe.state import ModuleState
-from lightning_3d.probe.step import call_step, metrics_alone, own_parameters, probe_arguments
+from lightning_3d.probe.step import call_step, metrics_alone, own_parameters, parameters_shown, probe_arguments
 
 __all__ = [
     "VALUE_READS",
@@ -27,6 +27,7 @@ __all__ = [
     "metrics_alone",
     "own_generators",
     "own_parameters",
+    "parameters_shown",
     "probe_arguments",
     "python_state",
     "retry",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ Handler = Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], 
 # up before (`swiglu = SwiGLU.apply` at import is usual), and saves our own Functions that code.
 _base: Any = torch._C._FunctionBase.__dict__["apply"]
 _handlers: list[tuple[int, Handler]] = []
+"""Every one once, however often it is open."""
+_open: Counter[tuple[int, Handler]] = Counter()
 _lock = threading.Lock()
 
 
@@ -26,7 +28,7 @@ def original_apply(function: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    handlers = list(_handlers)
+    handlers = _handlers  # never changed, only replaced
 
     def call(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index == len(handlers):
@@ -36,26 +38,36 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     return call(0, args, kwargs)
 
 
-@contextmanager
-def intercept_functions(handler: Handler, level: int) -> Iterator[None]:
+class intercept_functions:
     """Route every `autograd.Function.apply` of the process through `handler` while the context is open.
 
     Process-wide on purpose: a checkpoint may recompute in an autograd thread. A handler that belongs to one thread
-    looks at its own thread-local state. The patch is gone when the last handler is.
+    looks at its own thread-local state. One that is open several times is called once. The patch is gone when the last
+    handler is; it is made once, for a change of a class costs all lookups of its subclasses.
 
     Args:
         handler: See `Handler`.
         level: Order of nesting; lower is outer.
     """
-    entry = (level, handler)
-    with _lock:
-        _handlers.append(entry)
-        _handlers.sort(key=lambda h: h[0])
-        _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
+
+    def __init__(self, handler: Handler, level: int) -> None:
+        self._entry = (level, handler)
+
+    def __enter__(self) -> None:
+        global _handlers
         with _lock:
-            _handlers.remove(entry)
-            if not _handlers:
-                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+            _open[self._entry] += 1
+            if _open[self._entry] == 1:
+                _handlers = sorted([*_handlers, self._entry], key=lambda h: h[0])
+                if len(_handlers) == 1:
+                    _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+
+    def __exit__(self, *_: object) -> None:
+        global _handlers
+        with _lock:
+            _open[self._entry] -= 1
+            if not _open[self._entry]:
+                del _open[self._entry]
+                _handlers = [h for h in _handlers if h != self._entry]
+                if not _handlers:
+                    del _SingleLevelFunction.apply  # type: ignore[attr-defined]

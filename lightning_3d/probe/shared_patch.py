@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 
 class SharedPatch:
@@ -33,11 +32,12 @@ class SharedPatch:
             if not self._open:
                 self._remove()
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Open while the context is."""
+    def __call__(self) -> SharedPatch:
+        """A context in which it is open."""
+        return self
+
+    def __enter__(self) -> None:
         self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -63,20 +63,21 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in _named_parameters(module)]
 
 
-@contextmanager
-def parameters_as_read() -> Iterator[None]:
+class parameters_as_read:
     """While open, this thread's `parameters()` and `named_parameters()` yield what attribute access gives.
 
     The two are replaced on `nn.Module` and not on instances, so subclasses that filter them, and submodules that are
     made meanwhile, work. The replacement is gone when the last context is closed. Code of ours that runs inside a step
     asks `own_parameters`.
     """
-    with _shown_everywhere():
+
+    def __enter__(self) -> None:
+        parameters_shown.acquire()
         _inside.depth = getattr(_inside, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            _inside.depth -= 1
+
+    def __exit__(self, *_: object) -> None:
+        _inside.depth -= 1
+        parameters_shown.release()
 
 
 def _as_read(
@@ -91,7 +92,9 @@ def _read_by(method: Any) -> None:
     nn.Module.named_parameters = method  # type: ignore[method-assign]
 
 
-_shown_everywhere = SharedPatch(lambda: _read_by(_as_read), lambda: _read_by(_named_parameters))
+parameters_shown = SharedPatch(lambda: _read_by(_as_read), lambda: _read_by(_named_parameters))
+"""What `parameters_as_read` needs in place. Open around many steps it spares them a change of `nn.Module`, after which
+Python looks up every attribute of every module anew."""
 
 
 def _shown(module: nn.Module, prefix: str, found: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Any]]:
