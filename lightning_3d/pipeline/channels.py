@@ -9,7 +9,7 @@ One communicator for values and one for gradients: NCCL runs the operations of a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,8 +38,6 @@ class Channels:
     def __init__(self, mesh: Mesh, on_wait: Callable[[Parcel | None], None] | None = None) -> None:
         self.mesh, self.on_wait = mesh, on_wait
         self.stage = mesh.at.pp
-        self._expected: dict[int, deque[Parcel]] = {}
-        self._posted: set[Message] = set()
         self._arrived: dict[Message, _Incoming] = {}
         self._local: dict[Message, list[Tensor]] = {}
         self._sent: dict[int, deque[_Outgoing]] = {}
@@ -49,9 +47,7 @@ class Channels:
     def begin(self, routes: Routes) -> None:
         """Start a batch with these messages."""
         assert not [*self._sent, *self._arrived], "the last batch did not end"
-        self._expected = {source: deque(parcels) for source, parcels in routes.expected.items()}
         self._acknowledged = routes.acknowledged
-        self._posted.clear()
 
     def send(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending."""
@@ -64,22 +60,16 @@ class Channels:
         outgoing = [(communicator.send_start(x, peer), x) for x in pieces]
         self._sent.setdefault(target, deque()).append(outgoing)
 
-    def prepare(self, parcel: Parcel) -> None:
-        """Post the receives up to and with this message, in the order the source sends."""
-        source = parcel.stage
-        if source == self.stage or parcel.message in self._posted:
-            return
-        expected, peer = self._expected[source], self.mesh.peer(source)
-        while parcel.message not in self._posted:
-            message, _, _, metas = expected.popleft()
-            communicator = self._way(message)
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        """Start receiving these messages, each source's in the order it sends them."""
+        for message, source, _, metas in parcels:
+            communicator, peer = self._way(message), self.mesh.peer(source)
             buffers = [torch.empty(m.wire, dtype=m.dtype, device=self.mesh.device) for m in metas]
             works = [communicator.receive_start(x, peer) for x in buffers if x.numel()]
             self._arrived[message] = _Incoming(works, buffers)
-            self._posted.add(message)
 
     def receive(self, parcel: Parcel) -> list[Tensor]:
-        """The tensors of a message.
+        """The tensors of a message that was posted.
 
         Raises:
             RuntimeError: The process group's timeout passed.
@@ -87,7 +77,6 @@ class Channels:
         message, source = parcel.message, parcel.stage
         if source == self.stage:
             return self._local.pop(message)
-        self.prepare(parcel)
         incoming = self._arrived.pop(message)
         if self.on_wait is not None:
             self.on_wait(parcel)
@@ -104,12 +93,11 @@ class Channels:
             self._release(target)
         self._sent.clear()
         self._let_go.clear()
-        left = [*self._arrived, *self._local, *(p.message for parcels in self._expected.values() for p in parcels)]
+        left = [*self._arrived, *self._local]
         assert not left, f"messages nobody took: {left}"
 
     def abandon(self) -> None:
         """Forget everything after an error; the process group cannot be used for messages any more."""
-        self._expected.clear()
         self._arrived.clear()
         self._local.clear()
         self._sent.clear()

@@ -223,8 +223,12 @@ class Trace:
         left = {(id(m), name): m for event in self.events for m, name in event.attributes}
         return [*self.pieces, *(Held(m.__dict__, name) for (_, name), m in left.items())]
 
+    @cached_property
     def branch_point(self) -> int:
-        """The path may depend on values all ranks know (padding masks, random numbers) before this event; 0: never."""
+        """The path may depend on values all ranks know (padding masks, random numbers) before this event; 0: never.
+
+        Asked once the trace is complete.
+        """
         if self.python_random:
             return len(self.events)
         return 1 + max((n for n, e in enumerate(self.events) if e.looks and e.kind == "local"), default=-1)

@@ -108,6 +108,11 @@ class Live:
     def __post_init__(self) -> None:
         self.edges = {vid: edge_of(x) for vid, x in self.run.captured.items() if x.requires_grad}
 
+    def release(self) -> None:
+        """The backward has run: forget its graph, and all values."""
+        self.edges.clear()
+        self.run.release()
+
 
 def forward(
     program: Program,
@@ -117,10 +122,12 @@ def forward(
     step: Callable[[], Any],
     seeds: Seeds,
     fetch: Callable[[], Mapping[Vid, Tensor]] | None = None,
+    deliver: Callable[[Mapping[Vid, Tensor]], None] | None = None,
 ) -> tuple[StageRun, Any]:
     """Run one window; returns the run (captured values, logs) and the step's result (None before the last window).
 
-    `received` and what `fetch` gives when it is needed are the values of earlier windows.
+    `received` and what `fetch` gives when it is needed are the values of earlier windows. `deliver` gets the captured
+    values as soon as the last of them is there.
     """
     run = StageRun(
         partition,
@@ -132,6 +139,7 @@ def forward(
         tensor_group=program.tensor_group,
         randomness=program.generators,
         fetch=fetch,
+        deliver=deliver,
     )
     with (
         program.randomness(partition.trace, seeds, window, run.last),
@@ -203,7 +211,7 @@ def backward(live: Live, gradients: Mapping[Vid, Tensor], *, weights_later: bool
         weights_later: Leave what `backward_of_weights` can do later.
 
     Returns:
-        Gradients of the received values that want one.
+        Gradients of the received values that want one. `live.release` may follow.
     """
     run = live.run
     starts = [(live.edges[vid], g) for vid, g in gradients.items() if vid in live.edges]
@@ -221,8 +229,6 @@ def backward(live: Live, gradients: Mapping[Vid, Tensor], *, weights_later: bool
         if leaf.requires_grad:
             out[vid] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
-    live.edges.clear()
-    run.release()
     return out
 
 

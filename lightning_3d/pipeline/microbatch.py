@@ -55,21 +55,21 @@ def split_with_sizes(batch: Any, count: int, memory: Memory | None = None) -> tu
     edges = [size * i // count for i in range(count + 1)]
     pairs = list(itertools.pairwise(edges))
     if parts:
-        return [_cut_parts(batch, parts, size, a, b, memory) for a, b in pairs], [b - a for a, b in pairs]
-    knives = [_Knife(size, a, b, memory) for a, b in pairs]
-    return [knife.cut(batch, (), is_tuple_of_tensors(batch)) for knife in knives], [b - a for a, b in pairs]
+        cut = _cut_parts(batch, parts, size, pairs, memory)
+    else:
+        cut = _Knife(size, pairs, memory).cut(batch, (), is_tuple_of_tensors(batch))
+    return cut, [b - a for a, b in pairs]
 
 
 class _Knife(NamedTuple):
-    """Samples `start` to `stop` of a batch of `size`."""
+    """Cuts a batch of `size` into the samples from first to second number of every pair, all in one go."""
 
     size: int
-    start: int
-    stop: int
+    pairs: list[tuple[int, int]]
     memory: Memory
 
-    def cut(self, value: Any, path: Path, structure: bool = False, confirmed: bool = False) -> Any:
-        """The slice of one node.
+    def cut(self, value: Any, path: Path, structure: bool = False, confirmed: bool = False) -> list[Any]:
+        """The slices of one node.
 
         Args:
             value: The node.
@@ -79,20 +79,25 @@ class _Knife(NamedTuple):
         """
         if isinstance(value, (Tensor, np.ndarray)):
             fits = value.ndim > 0 and len(value) == self.size
-            return value[self.start : self.stop] if self._remember(path, fits, value) else value
+            return [value[a:b] for a, b in self.pairs] if self._remember(path, fits, value) else self._whole(value)
         children = attributes_of(value)
         if children is None:
             _check_leaf(value)
-            return value
+            return self._whole(value)
         if is_plain_sequence(value) and not structure:
             fits = len(value) == self.size
             fits = fits and (confirmed or self.memory.get(path) is True or _one_entry_per_sample(value, self.size))
             if self._remember(path, fits, value):
-                return type(value)(value[self.start : self.stop])
+                return [type(value)(value[a:b]) for a, b in self.pairs]
         keys, values, rebuild = children
         sure = confirmed_lists(values)
         pairs = zip(keys, values, strict=True)
-        return rebuild([self.cut(x, (*path, k), confirmed=i in sure) for i, (k, x) in enumerate(pairs)])
+        columns = [self.cut(x, (*path, k), confirmed=i in sure) for i, (k, x) in enumerate(pairs)]
+        return [rebuild([column[i] for column in columns]) for i in range(len(self.pairs))]
+
+    def _whole(self, value: Any) -> list[Any]:
+        """The same for every microbatch."""
+        return [value] * len(self.pairs)
 
     def _remember(self, path: Path, fits: bool, value: Any) -> bool:
         """Whether to cut what is at `path`: as earlier batches told, or because it fits now."""
@@ -104,7 +109,7 @@ class _Knife(NamedTuple):
                 "samples: it has no batch dim, and earlier steps worked with a part of it. Give a tensor that belongs "
                 "to the whole batch a leading dim of one (table[None]), or keep it in the module as a buffer."
             )
-        if known is None and (not fits or self.stop - self.start < self.size):
+        if known is None and (not fits or len(self.pairs) > 1):
             self.memory[path] = fits
         return fits and known is not False
 
@@ -133,12 +138,15 @@ def _check_leaf(value: Any) -> None:
         )
 
 
-def _cut_parts(batch: Any, parts: Mapping[Any, int], size: int, start: int, stop: int, memory: Memory) -> Any:
+def _cut_parts(
+    batch: Any, parts: Mapping[Any, int], size: int, pairs: Sequence[tuple[int, int]], memory: Memory
+) -> list[Any]:
     children = children_of(batch)
     assert children is not None
     keys, values, rebuild = children
-    new = []
+    columns = []
     for key, x in zip(keys, values, strict=True):
         each = parts.get(key, size) // size  # samples of this part to one of the smallest steps
-        new.append(_Knife(each * size, each * start, each * stop, memory).cut(x, (key,)) if key in parts else x)
-    return rebuild(new)
+        knife = _Knife(each * size, [(each * a, each * b) for a, b in pairs], memory)
+        columns.append(knife.cut(x, (key,)) if key in parts else [x] * len(pairs))
+    return [rebuild([column[i] for column in columns]) for i in range(len(pairs))]

@@ -74,7 +74,7 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
         seeds: Of the microbatch.
         whole: Compare the whole step, not only up to the last value all ranks know: Python state may have changed.
     """
-    end = len(trace.events) if whole else trace.branch_point()
+    end = len(trace.events) if whole else trace.branch_point
     if not end:
         return True
     windows = [Window(0, 0, end, 0), Window(1, end, end, 0), Window(2, end, len(trace.events), 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,6 +47,8 @@ class Routes:
         needs: Action of this stage -> what it waits for.
         sends: Action of this stage -> what it sends afterwards.
         expected: Source stage -> its messages to this stage, in the order it sends them.
+        posts: Per action of this stage, the messages whose receives are posted before it begins: those of the action
+            and of the one after it, and what their sources send before them.
         acknowledged: Message to this stage -> how many messages of this stage its sender has received before.
     """
 
@@ -55,6 +58,7 @@ class Routes:
     needs: dict[Action, list[Parcel]] = field(default_factory=dict)
     sends: dict[Action, list[Parcel]] = field(default_factory=dict)
     expected: dict[int, list[Parcel]] = field(default_factory=dict)
+    posts: list[list[Parcel]] = field(default_factory=list)
     acknowledged: dict[Message, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +67,21 @@ class Routes:
         for stage, actions in enumerate(self.lists):
             if stage != self.stage:
                 self._from(stage, actions)
+        self._post(self.lists[self.stage])
+
+    def _post(self, mine: Sequence[Action]) -> None:
+        """When which receive is posted."""
+        waiting = {source: deque(parcels) for source, parcels in self.expected.items()}
+        posted: set[Message] = set()
+        for k in range(len(mine)):
+            self.posts.append([])
+            for parcel in (parcel for action in mine[k : k + 2] for parcel in self.needs[action]):
+                while parcel.stage != self.stage and parcel.message not in posted:
+                    first = waiting[parcel.stage].popleft()
+                    posted.add(first.message)
+                    self.posts[k].append(first)
+        left = [parcel.message for parcels in waiting.values() for parcel in parcels]
+        assert not left, f"messages nobody takes: {left}"
 
     def _from(self, stage: int, actions: Sequence[Action]) -> None:
         """What another stage sends here, and what it has received from here by then."""

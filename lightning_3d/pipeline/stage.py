@@ -19,6 +19,7 @@ from lightning_3d.pipeline.holders import content_of, holders, opened, replace_i
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom, function_name
 from lightning_3d.pipeline.rng import Randomness, Seeds
+from lightning_3d.probe.intercept import original_apply
 from lightning_3d.where import naming_the_line
 
 
@@ -53,6 +54,7 @@ class StageRun(Glue):
         window: Index of the window to run.
         received: Value -> received leaf tensor.
         fetch: Gives the rest of them, when the first is needed: glue code before the window does not wait for it.
+        deliver: Given `captured` as soon as it is complete: what follows in the step delays nobody.
         module, atoms: The root module and its closed pieces.
         seeds: What the random numbers depend on.
         tensor_group: Tensor-parallel group of received sharded values.
@@ -61,6 +63,7 @@ class StageRun(Glue):
     Attributes:
         captured: Values other windows need (local pieces).
         logged: Calls of `self.log`, filled in the last window only.
+        delivered: `deliver` was called.
     """
 
     def __init__(
@@ -75,10 +78,11 @@ class StageRun(Glue):
         tensor_group: Any = None,
         randomness: Randomness | None = None,
         fetch: Callable[[], Mapping[Vid, Tensor]] | None = None,
+        deliver: Callable[[Mapping[Vid, Tensor]], None] | None = None,
     ) -> None:
         super().__init__(module, atoms)
         self.partition, self.trace, self.window = partition, partition.trace, partition.windows[window]
-        self._fetch = fetch
+        self._fetch, self._deliver = fetch, deliver
         self.received, self.seeds, self.tensor_group = dict(received), seeds, tensor_group
         self.randomness = randomness or Randomness(torch.device("cpu"))
         self.last = window == len(partition.windows) - 1
@@ -86,7 +90,8 @@ class StageRun(Glue):
         self.logged: list[Logged] = []
         self._entries: dict[Vid, Any] = {}
         self._wanted = partition.wanted_by_event(window)
-        self._in_region = self._unwound = self._free = False
+        self._missing = sum(map(len, self._wanted.values()))
+        self._in_region = self._unwound = self._free = self.delivered = False
 
     def run(self, step: Callable[[], Any], surrounded: bool = False) -> Any:
         """Call the user's step; returns its result in the last window, None in the others."""
@@ -138,7 +143,7 @@ class StageRun(Glue):
             )
         leaf, meta = self.received[vid], self.trace.meta[vid]
         with self.paused():
-            entry = _Entry.apply(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
+            entry = original_apply(_Entry, leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
             self._entries[vid] = sharding.wrap(entry, meta, self.tensor_group)
         return self._entries[vid]
 
@@ -239,14 +244,19 @@ class StageRun(Glue):
         if event is None or n not in self._wanted:
             with self.paused():
                 return run(*args, **kwargs)
-        found = holders((args, kwargs))
-        with self.paused(), _tapped(event) as taps:
-            out = run(*args, **kwargs)
-        attributes = [getattr(submodule, key) for submodule, key in event.attributes]
-        known = {id(holder) for holder in found}
-        contents = [content_of(found[number], known) for number, _ in event.holders]
-        self._capture(n, event, leaves, (opened(out, known), taps, attributes, contents))
-        return out
+        with self.paused():
+            if event.single is not None:  # there is nothing but its result
+                out = run(*args, **kwargs)
+                self._capture(n, event, leaves, (out, [], [], []))
+                return out
+            found = holders((args, kwargs))
+            with _tapped(event) as taps:
+                out = run(*args, **kwargs)
+            attributes = [getattr(submodule, key) for submodule, key in event.attributes]
+            known = {id(holder) for holder in found}
+            contents = [content_of(found[number], known) for number, _ in event.holders]
+            self._capture(n, event, leaves, (opened(out, known), taps, attributes, contents))
+            return out
 
     def _check_whole(self, name: str, module: nn.Module) -> None:
         """A call that was not planned can only be made if this stage holds the module."""
@@ -289,6 +299,10 @@ class StageRun(Glue):
                 )
             piece = sharding.local(tensor)
             self.captured[vid] = piece.clone() if vid in self.trace.overwritten else piece
+        self._missing -= len(self._wanted[n])
+        if not self._missing and self._deliver is not None:
+            self.delivered = True
+            self._deliver(self.captured)
 
     def on_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
         if not self.last:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -102,9 +102,7 @@ class Walk:
         try:
             with self.program.run():
                 for k, action in enumerate(mine):
-                    for ahead in mine[k : k + 2]:
-                        for parcel in routes.needs[ahead]:
-                            self.channels.prepare(parcel)
+                    self.channels.post(routes.posts[k])
                     if self.on_action is not None:
                         self.on_action(action)
                     self._execute(action, before_last_backward if k == last_backward else None)
@@ -146,7 +144,7 @@ class Walk:
         self._record(Action("wait", action.microbatch, action.stage), start)
         return out
 
-    def _send(self, action: Action, values: dict[Vid, Tensor]) -> None:
+    def _send(self, action: Action, values: Mapping[Vid, Tensor]) -> None:
         for parcel in self._routes.sends[action]:
             self.channels.send(parcel, [values[vid] for vid in parcel.vids])
 
@@ -164,7 +162,10 @@ class Walk:
             start = self._now() if values else start
             return {vid: x.requires_grad_(training and meta[vid].requires_grad) for vid, x in values}
 
-        run, out = forward(self.program, partition, w, {}, self.steps[i], self.seeds[i], fetch)
+        def deliver(values: Mapping[Vid, Tensor]) -> None:
+            self._send(action, values)
+
+        run, out = forward(self.program, partition, w, {}, self.steps[i], self.seeds[i], fetch, deliver)
         live = Live(partition, w, run)
         if run.last:
             self.outputs[i], self.logged[i] = out, run.logged
@@ -173,7 +174,8 @@ class Walk:
                 self.losses[i] = None if loss is None else loss.detach()
                 live.loss = None if loss is None else loss * self._weight(i) * self.scale
                 self.outputs[i] = _without_graph(out)
-        self._send(action, run.captured)
+        if not run.delivered:
+            self._send(action, run.captured)
         run.captured.clear()
         if training:
             self._live[i, w] = live
@@ -196,6 +198,7 @@ class Walk:
             hook()
         live = self._live[i, w] if action.kind == "I" else self._live.pop((i, w))
         self._send(action, backward(live, gradients, weights_later=action.kind == "I"))
+        live.release()
         self._record(action, start)
 
     def _backward_of_weights(self, action: Action, hook: Callable[[], None] | None) -> None:

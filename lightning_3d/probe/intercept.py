@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,14 +29,14 @@ def original_apply(function: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    handlers = _handlers  # never changed, only replaced
+    proceed = partial(original_apply, cls)
+    for _, handler in reversed(_handlers):  # never changed, only replaced
+        proceed = partial(_through, handler, proceed, cls)
+    return proceed(*args, **kwargs)
 
-    def call(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if index == len(handlers):
-            return original_apply(cls, *args, **kwargs)
-        return handlers[index][1](lambda *a, **k: call(index + 1, a, k), cls, args, kwargs)
 
-    return call(0, args, kwargs)
+def _through(handler: Handler, proceed: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    return handler(proceed, cls, args, kwargs)
 
 
 class intercept_functions:
