@@ -66,7 +66,8 @@ class Program:
 
         The random generators are as before when it ends.
         """
-        with self.around(), surroundings(self.module, self.atoms), self.generators.forked(), sharding.guarded():
+        guard = sharding.guarded(self.tensor_group)
+        with self.around(), surroundings(self.module, self.atoms), self.generators.forked(), guard:
             self.running = True
             self.state.begin()
             try:
@@ -74,14 +75,29 @@ class Program:
             finally:
                 self.running = False
 
-    def randomness(self, trace: Trace, seeds: Seeds, window: int, last: bool) -> AbstractContextManager[None]:
-        """The generators of one window; `last`: the step comes to its end in it."""
-        if self.running and not trace.random:
-            return nullcontext()
-        return self._seeded(trace, seeds, window, last)
+    def window(self, run: StageRun) -> AbstractContextManager[Any]:
+        """Around the forward of one window; for most there is nothing to look after."""
+        trace, others = run.trace, self.metrics and not run.last
+        if not self.running or trace.random or trace.remembered or others or (run.last and self.step_values.collects):
+            return self._window(run)
+        return self.forward_context()
 
     @contextmanager
-    def _seeded(self, trace: Trace, seeds: Seeds, window: int, last: bool) -> Iterator[None]:
+    def _window(self, run: StageRun) -> Iterator[None]:
+        number = run.window.number
+        with (
+            self._randomness(run.trace, run.seeds, number, run.last),
+            self.state.window(run.partition, number, run.seeds.microbatch),
+            nullcontext() if run.last else untouched_metrics(self),
+            nullcontext() if self.running else sharding.guarded(self.tensor_group),
+            self.forward_context(),
+            self.step_values.collecting(run.known, run.paused) if run.last else nullcontext(),
+        ):
+            yield
+
+    @contextmanager
+    def _randomness(self, trace: Trace, seeds: Seeds, window: int, last: bool) -> Iterator[None]:
+        """The generators of one window; `last`: the step comes to its end in it."""
         with nullcontext() if self.running else self.generators.window(seeds, window):
             if self.running and trace.random:
                 self.generators.seed_window(seeds, window)
@@ -141,14 +157,7 @@ def forward(
         fetch=fetch,
         deliver=deliver,
     )
-    with (
-        program.randomness(partition.trace, seeds, window, run.last),
-        program.state.window(partition, window, seeds.microbatch),
-        nullcontext() if run.last or not program.metrics else untouched_metrics(program),
-        nullcontext() if program.running else sharding.guarded(),
-        program.forward_context(),
-        program.step_values.collecting(run.known, run.paused) if run.last else nullcontext(),
-    ):
+    with program.window(run):
         out = run.run(step, surrounded=program.running)
     return run, out
 
@@ -219,7 +228,7 @@ def backward(live: Live, gradients: Mapping[Vid, Tensor], *, weights_later: bool
         starts.append((edge_of(live.loss), torch.ones_like(live.loss)))
     live.loss = None
     if starts:
-        with sharding.guarded():  # a checkpoint recomputes
+        with sharding.guarded(run.tensor_group):  # a checkpoint recomputes
             if weights_later and not run.checkpointed:  # it would recompute for each half
                 live.later = input_half(starts, run.received.values())
             else:
@@ -235,6 +244,6 @@ def backward(live: Live, gradients: Mapping[Vid, Tensor], *, weights_later: bool
 def backward_of_weights(live: Live) -> None:
     """What `backward(live, ..., weights_later=True)` left."""
     if live.later is not None:
-        with sharding.guarded():
+        with sharding.guarded(live.run.tensor_group):
             live.later.run()
         live.later = None

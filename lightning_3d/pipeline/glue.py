@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -48,8 +48,25 @@ class Unwind(BaseException):
     """The window is over: leave the user's step. Not an `Exception`, so that user code does not catch it."""
 
 
+class _Active:
+    """See `Glue.active`; a class, since a generator costs more than some windows' glue code."""
+
+    def __init__(self, glue: Glue) -> None:
+        self._glue = glue
+
+    def __enter__(self) -> None:
+        self._before = current()
+        _thread.glue = self._glue
+        self._glue.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._glue.__exit__(*error)
+        _thread.glue = self._before
+        self._glue.turn_back()
+
+
 class _Paused:
-    """See `Glue.paused`; not a generator, since every event opens one."""
+    """See `Glue.paused`; a class as well."""
 
     def __init__(self, glue: Glue) -> None:
         self._glue, self._popped = glue, False
@@ -130,25 +147,26 @@ class Glue(TorchFunctionMode, ABC):
         """Run code without the interpreter: popped when it is the innermost mode (no overhead), else flagged."""
         return _Paused(self)
 
-    @contextmanager
-    def active(self, surrounded: bool = False) -> Iterator[None]:
+    def active(self, surrounded: bool = False) -> AbstractContextManager[None]:
         """Interpret all glue code of this thread.
 
         Args:
             surrounded: `surroundings` is open already.
         """
-        before = current()
-        _thread.glue = self
-        try:
-            with nullcontext() if surrounded else surroundings(self.module, self.atoms), self:
-                yield
-        finally:
-            _thread.glue = before
-            for tensor, kind in reversed(self._turned):
-                tensor.__class__ = kind
-                tensor.__dict__.pop("run", None)
-                tensor.__dict__.pop("vid", None)
-            self._turned.clear()
+        return _Active(self) if surrounded else self._surrounded()
+
+    @contextmanager
+    def _surrounded(self) -> Iterator[None]:
+        with surroundings(self.module, self.atoms), _Active(self):
+            yield
+
+    def turn_back(self) -> None:
+        """Arguments that were changed in place are what they were."""
+        for tensor, kind in reversed(self._turned):
+            tensor.__class__ = kind
+            tensor.__dict__.pop("run", None)
+            tensor.__dict__.pop("vid", None)
+        self._turned.clear()
 
     # -- results of events that are not computed here
     def phantom(self, vid: Vid) -> Phantom:

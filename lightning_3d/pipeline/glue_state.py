@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,17 +87,17 @@ class GlueState:
         """A batch begins; one that failed may have left something."""
         self._versions.clear()
 
-    def window(self, partition: Any, window: int, microbatch: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def window(self, partition: Any, window: int, microbatch: int) -> Iterator[None]:
         """Around a forward of one window.
 
         Raises:
             PipelineError: Two windows of this rank change the same state.
         """
-        return self._window(partition, window, microbatch) if partition.trace.remembered else nullcontext()
-
-    @contextmanager
-    def _window(self, partition: Any, window: int, microbatch: int) -> Iterator[None]:
         pieces: Sequence[saved.Saved] = partition.trace.remembered
+        if not pieces:
+            yield
+            return
         mine = [w.number for w in partition.windows if self._stage in (None, w.stage)]
         versions = self._versions.setdefault(microbatch, {})
         # where other microbatches ran in between

@@ -89,7 +89,7 @@ def follows(program: Program, trace: Trace, step: Callable[[], Any], seeds: Seed
             put_back(trace.remembered),
             program.generators.window(seeds, 1),
             untouched_metrics(program),
-            sharding.guarded(),
+            sharding.guarded(program.tensor_group),
             program.forward_context(),
         ):
             return run.arrives(step)

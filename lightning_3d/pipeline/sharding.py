@@ -6,7 +6,7 @@ A sharded value is one tracked value like any other: it shows the global shape, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,9 +57,13 @@ def whole(value: Any) -> Any:
     return tensor_room.whole(value) if _sharded(value) else value
 
 
-def guarded() -> AbstractContextManager[None]:
-    """While open, custom autograd Functions called with sharded tensors are handled by the tensor room."""
-    return intercept_functions(function_guard, 1)
+def guarded(group: object = True) -> AbstractContextManager[None]:
+    """While open, custom autograd Functions called with sharded tensors are handled by the tensor room.
+
+    Args:
+        group: The tensor-parallel group, where it is known: if it is None there are no sharded tensors.
+    """
+    return nullcontext() if group is None else intercept_functions(function_guard, 1)
 
 
 @contextmanager

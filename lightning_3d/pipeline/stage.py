@@ -125,10 +125,10 @@ class StageRun(Glue):
         """Wait for what was sent to this window."""
         if self._fetch is not None:
             fetch, self._fetch = self._fetch, None
-            with self.paused():
-                self.received.update(fetch())
+            self.received.update(fetch())
 
     def value(self, phantom: Phantom) -> Any:
+        """The received value; to be asked for while the interpreter is paused."""
         vid = phantom.vid
         if vid in self._entries:
             return self._entries[vid]
@@ -142,9 +142,8 @@ class StageRun(Glue):
                 "until it shall count."
             )
         leaf, meta = self.received[vid], self.trace.meta[vid]
-        with self.paused():
-            entry = original_apply(_Entry, leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
-            self._entries[vid] = sharding.wrap(entry, meta, self.tensor_group)
+        entry = original_apply(_Entry, leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
+        self._entries[vid] = sharding.wrap(entry, meta, self.tensor_group)
         return self._entries[vid]
 
     def _described(self, vid: Vid) -> str:
@@ -233,6 +232,12 @@ class StageRun(Glue):
                 return self.phantom(event.single)
             with self.paused():
                 return self.emit(event, tree_flatten((args, kwargs))[0], (args, kwargs))
+        with self.paused():
+            return self._run_atom(n, event, name, module, run, args, kwargs)
+
+    def _run_atom(
+        self, n: int, event: Event | None, name: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         if not _is_flat(args, kwargs):
             args = tuple(self._resolved_argument(x) for x in args)
             replace_in_place((args, kwargs), Phantom, self.value)
@@ -242,21 +247,19 @@ class StageRun(Glue):
         if event is None:
             self._check_whole(name, module)
         if event is None or n not in self._wanted:
-            with self.paused():
-                return run(*args, **kwargs)
-        with self.paused():
-            if event.single is not None:  # there is nothing but its result
-                out = run(*args, **kwargs)
-                self._capture(n, event, leaves, (out, [], [], []))
-                return out
-            found = holders((args, kwargs))
-            with _tapped(event) as taps:
-                out = run(*args, **kwargs)
-            attributes = [getattr(submodule, key) for submodule, key in event.attributes]
-            known = {id(holder) for holder in found}
-            contents = [content_of(found[number], known) for number, _ in event.holders]
-            self._capture(n, event, leaves, (opened(out, known), taps, attributes, contents))
+            return run(*args, **kwargs)
+        if event.single is not None:  # there is nothing but its result
+            out = run(*args, **kwargs)
+            self._capture(n, event, leaves, (out, [], [], []))
             return out
+        found = holders((args, kwargs))
+        with _tapped(event) as taps:
+            out = run(*args, **kwargs)
+        attributes = [getattr(submodule, key) for submodule, key in event.attributes]
+        known = {id(holder) for holder in found}
+        contents = [content_of(found[number], known) for number, _ in event.holders]
+        self._capture(n, event, leaves, (opened(out, known), taps, attributes, contents))
+        return out
 
     def _check_whole(self, name: str, module: nn.Module) -> None:
         """A call that was not planned can only be made if this stage holds the module."""

@@ -25,6 +25,11 @@ class StepValues:
         self._copies: dict[int, Any] = {}
         self._now: list[tuple[Any, Any]] = []
 
+    @property
+    def collects(self) -> bool:
+        """Whether this batch has such metrics."""
+        return bool(self._now)
+
     def begin(self, metrics: Iterable[Metric]) -> None:
         """A batch begins; `metrics` are those its step logs for every step."""
         self._now = [(m, self._copy(m)) for m in {id(m): m for m in metrics}.values()]

@@ -91,7 +91,7 @@ def trace(
         torch.inference_mode(False),
         torch.set_grad_enabled(grad_enabled),
         sharding.dry(group),
-        sharding.guarded(),
+        sharding.guarded(group),
         python_state(module) as python,
     ):
         state, contents = ModuleState(module), Contents(opened)
