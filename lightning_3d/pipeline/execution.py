@@ -124,11 +124,6 @@ class Live:
     def __post_init__(self) -> None:
         self.edges = {vid: edge_of(x) for vid, x in self.run.captured.items() if x.requires_grad}
 
-    def release(self) -> None:
-        """The backward has run: forget its graph, and all values."""
-        self.edges.clear()
-        self.run.release()
-
 
 def forward(
     program: Program,
@@ -211,18 +206,58 @@ def trained_loss(out: Any, step_name: str) -> Tensor | None:
     return loss
 
 
-def backward(live: Live, gradients: Mapping[Vid, Tensor], *, weights_later: bool = False) -> dict[Vid, Tensor]:
+class _Arrivals:
+    """The gradients of a window's received values, delivered as soon as the last of them is there.
+
+    Args:
+        received: The values.
+        deliver: Given value -> gradient.
+    """
+
+    def __init__(self, received: Mapping[Vid, Tensor], deliver: Callable[[dict[Vid, Tensor]], None]) -> None:
+        self._received, self._deliver, self._missing = received, deliver, 0
+        for leaf in received.values():
+            if leaf.requires_grad:
+                self._missing += 1
+                leaf.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, leaf: Tensor) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        out = {}
+        for vid, leaf in self._received.items():
+            if leaf.requires_grad:
+                out[vid] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                leaf.grad = None
+        self._deliver(out)
+
+    def finish(self) -> None:
+        """The backward has run: what did not get a gradient by now gets none."""
+        if self._missing:
+            self._hand_over()
+
+
+def backward(
+    live: Live,
+    gradients: Mapping[Vid, Tensor],
+    deliver: Callable[[dict[Vid, Tensor]], None],
+    *,
+    weights_later: bool = False,
+) -> None:
     """Backward of one window of one microbatch; gradients of its parameters accumulate in `.grad`.
 
     Args:
         live: The forward.
         gradients: Value -> gradient from the windows that used it.
+        deliver: Given the gradients of the received values that want one as soon as they are there, which may be
+            before those of the weights are.
         weights_later: Leave what `backward_of_weights` can do later.
-
-    Returns:
-        Gradients of the received values that want one. `live.release` may follow.
     """
     run = live.run
+    arrivals = _Arrivals(run.received, deliver)
     starts = [(live.edges[vid], g) for vid, g in gradients.items() if vid in live.edges]
     if live.loss is not None and live.loss.requires_grad:
         starts.append((edge_of(live.loss), torch.ones_like(live.loss)))
@@ -233,12 +268,9 @@ def backward(live: Live, gradients: Mapping[Vid, Tensor], *, weights_later: bool
                 live.later = input_half(starts, run.received.values())
             else:
                 torch.autograd.backward([edge for edge, _ in starts], [g for _, g in starts])
-    out = {}
-    for vid, leaf in run.received.items():
-        if leaf.requires_grad:
-            out[vid] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            leaf.grad = None
-    return out
+    arrivals.finish()
+    live.edges.clear()
+    run.release()
 
 
 def backward_of_weights(live: Live) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -131,9 +131,13 @@ def _microbatch(
     logged = list(lives[-1].run.logged)
     for live in reversed(lives):
         wanted = {vid: gradients[vid] for vid in live.edges if vid in gradients}
-        for vid, gradient in backward(live, wanted).items():
-            gradients[vid] = gradients[vid] + gradient if vid in gradients else gradient
+        backward(live, wanted, partial(_add, gradients))
     return out, None if loss is None else loss.detach(), logged
+
+
+def _add(gradients: dict[Vid, Tensor], more: Mapping[Vid, Tensor]) -> None:
+    for vid, gradient in more.items():
+        gradients[vid] = gradients[vid] + gradient if vid in gradients else gradient
 
 
 class _StageBuffers:

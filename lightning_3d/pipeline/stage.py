@@ -22,6 +22,9 @@ from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.probe.intercept import original_apply
 from lightning_3d.where import naming_the_line
 
+_FIRST = 2**63 - 1
+"""Before everything else that is ready, in a backward."""
+
 
 class Logged(NamedTuple):
     """One call of `self.log`."""
@@ -41,6 +44,13 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def _entry(leaf: Tensor) -> Tensor:
+    entry: Tensor = original_apply(_Entry, leaf)
+    # autograd runs what was made last first; but another stage waits for this gradient, and for no weight's
+    getattr(entry.grad_fn, "_set_sequence_nr", int)(_FIRST)
+    return entry
 
 
 class StageRun(Glue):
@@ -142,7 +152,7 @@ class StageRun(Glue):
                 "until it shall count."
             )
         leaf, meta = self.received[vid], self.trace.meta[vid]
-        entry = original_apply(_Entry, leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
+        entry = _entry(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
         self._entries[vid] = sharding.wrap(entry, meta, self.tensor_group)
         return self._entries[vid]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -162,9 +163,7 @@ class Walk:
             start = self._now() if values else start
             return {vid: x.requires_grad_(training and meta[vid].requires_grad) for vid, x in values}
 
-        def deliver(values: Mapping[Vid, Tensor]) -> None:
-            self._send(action, values)
-
+        deliver = partial(self._send, action)
         run, out = forward(self.program, partition, w, {}, self.steps[i], self.seeds[i], fetch, deliver)
         live = Live(partition, w, run)
         if run.last:
@@ -197,8 +196,7 @@ class Walk:
         if hook is not None:
             hook()
         live = self._live[i, w] if action.kind == "I" else self._live.pop((i, w))
-        self._send(action, backward(live, gradients, weights_later=action.kind == "I"))
-        live.release()
+        backward(live, gradients, partial(self._send, action), weights_later=action.kind == "I")
         self._record(action, start)
 
     def _backward_of_weights(self, action: Action, hook: Callable[[], None] | None) -> None:

@@ -508,6 +508,51 @@ def test_what_was_sent_is_freed() -> None:
     run_distributed(_sent_is_freed, 4, 4, timeout=60)
 
 
+class Cast(nn.Linear):
+    """The gradient of the weight takes a step more than that of the input, as under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 1.0, self.bias)
+
+
+class Casts(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cast(16, 16) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(x + 0.0 * x.sum(), y)
+
+
+def _sent_at_once() -> None:
+    """A value leaves before the glue code behind it runs, a gradient before those of weights are computed."""
+    mesh, batch = _mesh(), batch_of("mlp", 4)
+    runner = _runner(build(Casts), mesh, batch, num_microbatches=2, split=["blocks.1"])
+    order: list[str] = []
+    send = runner.channels.send
+
+    def noted(parcel: Any, tensors: list[Tensor]) -> None:
+        order.append(parcel.message.kind)
+        send(parcel, tensors)
+
+    runner.channels.send = noted  # type: ignore[method-assign]
+    block = runner.module.blocks[mesh.at.pp]
+    block.weight.register_post_accumulate_grad_hook(lambda _: order.append("weight"))
+    block.register_forward_hook(lambda *_: order.append("block"))
+    runner.train_step(batch, 0)
+    if mesh.is_first_stage:
+        assert order == ["F", "block", "F", "block", "weight", "weight"]
+    else:
+        assert order == ["block", "G", "weight", "block", "G", "weight"]
+
+
+def test_what_others_wait_for_is_sent_at_once() -> None:
+    run_distributed(_sent_at_once, 2, timeout=60)
+
+
 def _diverged() -> None:
     """A path that no rank knows beforehand: the rank that sees it says so; one that waits ends with the timeout."""
     mesh, batch = Mesh(Layout(pp=2), torch.device("cpu"), timedelta(seconds=2)), batch_of("mlp", 4)
