@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_3d.pipeline.glue_state import GlueState
 from lightning_3d.pipeline.looks import open_modules
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.rng import Randomness, Seeds
-from lightning_3d.pipeline.split_backward import WeightHalf, edge_of, input_half
+from lightning_3d.pipeline.split_backward import Halves, WeightHalf, edge_of
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.step_values import StepValues
 from lightning_3d.probe import ModuleState
@@ -119,6 +119,7 @@ class Live:
     run: StageRun
     loss: Tensor | None = None
     edges: dict[Vid, GradientEdge] = field(init=False)
+    halves: Halves | None = None
     later: WeightHalf | None = None
 
     def __post_init__(self) -> None:
@@ -206,6 +207,19 @@ def trained_loss(out: Any, step_name: str) -> Tensor | None:
     return loss
 
 
+def divide(live: Live, vids: Iterable[Vid]) -> None:
+    """Prepare `backward(live, ..., weights_later=True)` before the gradients, of these values, are there."""
+    roots = _roots(live, vids)
+    if roots and not live.run.checkpointed:
+        live.halves = Halves(roots, live.run.received.values())
+
+
+def _roots(live: Live, vids: Iterable[Vid]) -> list[GradientEdge]:
+    """Where the backward begins if there are gradients for these values, and for the loss if there is one."""
+    loss = [edge_of(live.loss)] if live.loss is not None and live.loss.requires_grad else []
+    return [*(live.edges[vid] for vid in vids if vid in live.edges), *loss]
+
+
 class _Arrivals:
     """The gradients of a window's received values, delivered as soon as the last of them is there.
 
@@ -258,17 +272,23 @@ def backward(
     """
     run = live.run
     arrivals = _Arrivals(run.received, deliver)
-    starts = [(live.edges[vid], g) for vid, g in gradients.items() if vid in live.edges]
-    if live.loss is not None and live.loss.requires_grad:
-        starts.append((edge_of(live.loss), torch.ones_like(live.loss)))
+    roots = _roots(live, gradients)
+    given = [g for vid, g in gradients.items() if vid in live.edges]
+    if live.loss is not None and len(roots) > len(given):
+        given.append(torch.ones_like(live.loss))
+    starts = list(zip(roots, given, strict=True))
     live.loss = None
     if starts:
         with sharding.guarded(run.tensor_group):  # a checkpoint recomputes
             if weights_later and not run.checkpointed:  # it would recompute for each half
-                live.later = input_half(starts, run.received.values())
+                halves = live.halves
+                if halves is None or halves.roots != [edge.node for edge in roots]:
+                    halves = Halves(roots, run.received.values())
+                live.later = halves.run(starts)
             else:
-                torch.autograd.backward([edge for edge, _ in starts], [g for _, g in starts])
+                torch.autograd.backward(roots, given)
     arrivals.finish()
+    live.halves = None
     live.edges.clear()
     run.release()
 

@@ -92,13 +92,14 @@ class Plans:
 
     def find(
         self, step_name: str, microbatches: Sequence[Any], args: tuple[Any, ...], seeds: Sequence[Seeds]
-    ) -> list[Partition]:
+    ) -> tuple[list[Partition], Callable[[], None]]:
         """The partition of every microbatch of a batch; all ranks of a replica find the same ones.
 
         Collectives: over the replica an all-gather of 8 bytes on the CPU, and for every path that is new a digest.
 
-        Raises:
-            PipelineError: The ranks disagree, since they remember different things.
+        Returns:
+            The partitions, and what is to be called before this rank waits for another one: it raises `PipelineError`
+            if the ranks disagree, since they remember different things. Till then their answers may be under way.
         """
         circumstances = self._circumstances(step_name, args)
         found: list[Partition] = []
@@ -113,10 +114,15 @@ class Plans:
                 if partition is None:
                     break
                 found.append(partition)
-            self._check_same(step_name, chosen)
+            agreed = self._compared(step_name, chosen)
             number = len(found)
+            # a forward that talks to tensor-parallel peers would wait for one that has seen the error, and one that
+            # changes state would change what the error tells
+            early = self.mesh.replica_control.size == self.mesh.layout.pp and not any(p.trace.remembered for p in found)
+            if number < len(microbatches) or not early:
+                agreed()
             if number == len(microbatches):
-                return found
+                return found, agreed
             shape = signature(microbatches[number])
             new = self._trace(step_name, microbatches[number], self.program.atoms, args, seeds[number])
             known = self.partitions[circumstances, shape]
@@ -127,16 +133,25 @@ class Plans:
             while len(self.partitions) > _SIGNATURES_KEPT:
                 self.partitions.pop(next(iter(self.partitions)))
 
-    def _check_same(self, step_name: str, chosen: Sequence[int]) -> None:
-        """A rank that alone has to plan would wait for the others for ever."""
+    def _compared(self, step_name: str, chosen: Sequence[int]) -> Callable[[], None]:
+        """A rank that alone has to plan would wait for the others for ever. Returns the call that waits and raises."""
+        digest = torch.tensor([hash(tuple(chosen))])  # of numbers, so equal in every process
+        digests = digest.new_empty(self.mesh.replica_control.size)
+        work = self.mesh.replica_control.all_gather_start(digests, digest)
+
+        def agreed() -> None:
+            work.wait()
+            if len(set(digests.tolist())) > 1:
+                raise self._disagreement(step_name)
+
+        return agreed
+
+    def _disagreement(self, step_name: str) -> PipelineError:
         replica = self.mesh.replica_control
-        digests = replica.all_gather(torch.tensor(hash(tuple(chosen))))  # of numbers, so equal in every process
-        if all(torch.equal(other, digests[0]) for other in digests):
-            return
         states = replica.all_gather_object(named_state(self.module, self.program.open_modules))
         differing = [name for name in states[0] if any(other.get(name) != states[0][name] for other in states)]
         named = [f"{name} ({', '.join(sorted({str(s.get(name)) for s in states}))})" for name in differing[:5]]
-        raise PipelineError(
+        return PipelineError(
             f"the ranks of one replica take {step_name} for different paths, because it looks at things that differ "
             f"between them: {', '.join(named) or 'state that is not in attributes of its modules'}. Only the last "
             "stage runs a step to its end; what it remembers there reaches the other stages after the batch, if it is "

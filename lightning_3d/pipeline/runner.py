@@ -274,7 +274,7 @@ class PipelineRunner:
     ) -> Walk:
         assert self.is_set_up, "setup() first"
         seeds = [Seeds(self.seed, number, i, self.mesh.at.dp) for i in range(len(microbatches))]
-        partitions = self.plans.find(step_name, microbatches, args, seeds)
+        partitions, agreed = self.plans.find(step_name, microbatches, args, seeds)
 
         def step(microbatch: Any) -> Callable[[], Any]:
             return lambda: call_step(self.module, step_name, microbatch, *args)
@@ -292,6 +292,7 @@ class PipelineRunner:
             self.mesh.ledger,
             self.recorder,
             self.on_action,
+            agreed,
         )
 
     def _result(self, walk: Walk, sizes: list[int], weights: Any) -> StepResult:

@@ -95,6 +95,53 @@ class WeightHalf:
         self.parts.clear()
 
 
+class Halves:
+    """Which part of a window's graph belongs to which half; needs no gradient, so it can be found before one is there.
+
+    Args:
+        roots: Where the backward will begin.
+        leaves: The received values.
+    """
+
+    def __init__(self, roots: Sequence[GradientEdge], leaves: Iterable[Tensor]) -> None:
+        self.roots = [edge.node for edge in roots]
+        self._half = WeightHalf()
+        self._waiting: list[Any] = []
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        graph = _Graph(self.roots, {id(leaf) for leaf in wanted})
+        self._to_leaf = graph.to_leaf
+        branches, now = graph.divide()
+        half = self._half
+        half.weights = [w for w in graph.weights_behind(b.edge.node for b in branches) if id(w) not in now]
+        later = {id(w) for w in half.weights}
+        for branch in branches:
+            if _can_wait(branch.product):
+                self._waiting.append(branch.product)
+            elif any(id(w) in later for w in graph.weights_behind([branch.edge.node])):
+                half.branches.setdefault(branch.product, []).append(branch.edge)
+        # with `inputs` autograd skips what leads to the other weights
+        self._inputs = [*wanted, *now.values()]
+
+    def run(self, outputs: Sequence[tuple[GradientEdge, Tensor]]) -> WeightHalf:
+        """Backward of the received values; their gradients are in `leaf.grad` afterwards. Returns the other half."""
+        half = self._half
+        half.parts = [(edge, g) for edge, g in outputs if edge.node not in self._to_leaf]
+        rest = [(edge, g) for edge, g in outputs if edge.node in self._to_leaf]
+        if not rest:
+            return half
+        for node in self._waiting:
+            node.weights_later = half.left
+        handles = [node.register_prehook(_remember(half.arrived, node)) for node in half.branches]
+        try:
+            torch.autograd.backward([e for e, _ in rest], [g for _, g in rest], retain_graph=True, inputs=self._inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for node in self._waiting:
+                node.weights_later = None
+        return half
+
+
 def input_half(outputs: Sequence[tuple[GradientEdge, Tensor]], leaves: Iterable[Tensor]) -> WeightHalf:
     """Backward of the received values; their gradients are in `leaf.grad` afterwards.
 
@@ -105,34 +152,7 @@ def input_half(outputs: Sequence[tuple[GradientEdge, Tensor]], leaves: Iterable[
     Returns:
         The other half.
     """
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    graph = _Graph([edge.node for edge, _ in outputs], {id(leaf) for leaf in wanted})
-    half = WeightHalf()
-    half.parts = [(edge, g) for edge, g in outputs if edge.node not in graph.to_leaf]
-    rest = [(edge, g) for edge, g in outputs if edge.node in graph.to_leaf]
-    if not rest:
-        return half
-    branches, now = graph.divide()
-    half.weights = [w for w in graph.weights_behind(b.edge.node for b in branches) if id(w) not in now]
-    later = {id(w) for w in half.weights}
-    waiting = []
-    for branch in branches:
-        if _can_wait(branch.product):
-            branch.product.weights_later = half.left  # type: ignore[attr-defined]
-            waiting.append(branch.product)
-        elif any(id(w) in later for w in graph.weights_behind([branch.edge.node])):
-            half.branches.setdefault(branch.product, []).append(branch.edge)
-    handles = [node.register_prehook(_remember(half.arrived, node)) for node in half.branches]
-    try:
-        # with `inputs` autograd skips what leads to the other weights
-        inputs = [*wanted, *now.values()]
-        torch.autograd.backward([e for e, _ in rest], [g for _, g in rest], retain_graph=True, inputs=inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for node in waiting:
-            node.weights_later = None  # type: ignore[attr-defined]
-    return half
+    return Halves([edge for edge, _ in outputs], leaves).run(outputs)
 
 
 def _remember(arrived: dict[Node, Any], node: Node) -> Callable[..., None]:

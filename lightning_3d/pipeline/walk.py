@@ -18,12 +18,13 @@ from lightning_3d.pipeline.execution import (
     Program,
     backward,
     backward_of_weights,
+    divide,
     forward,
     trained_loss,
 )
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.rng import Seeds
-from lightning_3d.pipeline.routes import Routes
+from lightning_3d.pipeline.routes import Parcel, Routes
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.stage import Logged
 
@@ -47,6 +48,7 @@ class Walk:
         recorder: Told when every action, and every wait, began and ended: in marks of its own (`recorder.mark()`) if it
             makes some, else in seconds of `time.monotonic()`.
         on_action: Called with every action before it begins, and with None after the last.
+        agreed: Called once, before anything is sent or received; may raise.
 
     Attributes:
         outputs, losses, logged: Per microbatch, filled where the last window runs.
@@ -67,7 +69,9 @@ class Walk:
         ledger: Ledger,
         recorder: Recorder | None = None,
         on_action: Callable[[Action | None], None] | None = None,
+        agreed: Callable[[], None] | None = None,
     ) -> None:
+        self._agreed = agreed
         self.program, self.channels, self.stage = program, channels, stage
         self.partitions, self.steps, self.seeds = partitions, steps, seeds
         self.weights, self.scale = weights, scale
@@ -79,6 +83,7 @@ class Walk:
         self.logged: list[list[Logged]] = [[] for _ in range(count)]
         self.live_peak = 0
         self._live: dict[tuple[int, int], Live] = {}
+        self._due: list[Parcel] = []
 
     def run(
         self,
@@ -103,10 +108,13 @@ class Walk:
         try:
             with self.program.run():
                 for k, action in enumerate(mine):
-                    self.channels.post(routes.posts[k])
+                    self._due = routes.posts[k]
+                    if not routes.needs[action]:
+                        self._post()
                     if self.on_action is not None:
                         self.on_action(action)
                     self._execute(action, before_last_backward if k == last_backward else None)
+            self._settle()
             self.channels.end()
             self.program.step_values.finish()
         except BaseException:
@@ -138,6 +146,8 @@ class Walk:
         needed = self._routes.needs[action]
         if not needed:
             return []
+        self._settle()
+        self._post()
         start = self._now()
         out: list[tuple[Vid, Tensor]] = []
         for parcel in needed:
@@ -145,7 +155,21 @@ class Walk:
         self._record(Action("wait", action.microbatch, action.stage), start)
         return out
 
+    def _post(self) -> None:
+        """Post receives, which takes a while: right before this stage has to wait anyway."""
+        due, self._due = self._due, []
+        if due:
+            self._settle()
+            self.channels.post(due)
+
+    def _settle(self) -> None:
+        """Stages that cannot begin yet wait here, and the first one has a forward behind it: nobody loses time."""
+        if self._agreed is not None:
+            agreed, self._agreed = self._agreed, None
+            agreed()
+
     def _send(self, action: Action, values: Mapping[Vid, Tensor]) -> None:
+        self._settle()
         for parcel in self._routes.sends[action]:
             self.channels.send(parcel, [values[vid] for vid in parcel.vids])
 
@@ -189,13 +213,15 @@ class Walk:
 
     def _backward(self, action: Action, hook: Callable[[], None] | None) -> None:
         _, i, w = action
+        live = self._live[i, w] if action.kind == "I" else self._live.pop((i, w))
+        if action.kind == "I":  # while the gradients are under way
+            divide(live, dict.fromkeys(vid for parcel in self._routes.needs[action] for vid in parcel.vids))
         gradients: dict[Vid, Tensor] = {}
         for vid, gradient in self._receive(action):
             gradients[vid] = gradients[vid] + gradient if vid in gradients else gradient
         start = self._now()
         if hook is not None:
             hook()
-        live = self._live[i, w] if action.kind == "I" else self._live.pop((i, w))
         backward(live, gradients, partial(self._send, action), weights_later=action.kind == "I")
         self._record(action, start)
 
