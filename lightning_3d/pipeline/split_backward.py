@@ -12,7 +12,7 @@ themselves. What cannot be divided without doing work twice stays in the first h
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +44,7 @@ class WeightHalf:
         left: (node, first input, function) of custom Functions: the function gives the gradients of these inputs.
         parts: (start, gradient) of pieces of the graph that no received value is reached from.
         weights: Those the branches lead to.
+        alone: Products all of whose weights are reached through one branch only -> these weights.
     """
 
     branches: dict[Node, list[GradientEdge]] = field(default_factory=dict)
@@ -51,27 +52,26 @@ class WeightHalf:
     left: list[tuple[Any, int, Callable[[], Sequence[Tensor | None]]]] = field(default_factory=list)
     parts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    alone: dict[Node, list[Tensor]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Add the gradients of the weights to their `.grad`; hooks on the weights fire as in a plain backward."""
         starts: list[GradientEdge] = []
         gradients: list[Tensor] = []
         for product, edges in self.branches.items():
-            leaves = [edge.node.variable for edge in edges if edge.node.name() == _LEAF]  # type: ignore[attr-defined]
             given = self.arrived.get(product)
             if given is None:  # no gradient came this way
                 continue
-            outputs = [(k, g) for k, g in enumerate(given) if g is not None]
+            outputs = [GradientEdge(product, k) for k, g in enumerate(given) if g is not None]
+            arrived = [g for g in given if g is not None]
             handle = product.register_prehook(_replace_by(given))
             try:
+                if product in self.alone:
+                    torch.autograd.backward(outputs, arrived, retain_graph=True, inputs=self.alone[product])
+                    continue
+                leaves = [e.node.variable for e in edges if e.node.name() == _LEAF]  # type: ignore[attr-defined]
                 with _without_hooks(leaves):  # they fire in the backward below, on the sum of all ways
-                    found = torch.autograd.grad(
-                        [GradientEdge(product, k) for k, _ in outputs],
-                        edges,
-                        [g for _, g in outputs],
-                        retain_graph=True,
-                        allow_unused=True,
-                    )
+                    found = torch.autograd.grad(outputs, edges, arrived, retain_graph=True, allow_unused=True)
             finally:
                 handle.remove()
             for edge, gradient in zip(edges, found, strict=True):
@@ -90,6 +90,7 @@ class WeightHalf:
         if self.parts:
             torch.autograd.backward([s for s, _ in self.parts], [g for _, g in self.parts])
         self.branches.clear()
+        self.alone.clear()
         self.arrived.clear()
         self.left.clear()
         self.parts.clear()
@@ -114,11 +115,17 @@ class Halves:
         half = self._half
         half.weights = [w for w in graph.weights_behind(b.edge.node for b in branches) if id(w) not in now]
         later = {id(w) for w in half.weights}
+        ways: Counter[int] = Counter()
+        behind: dict[Node, list[Tensor]] = defaultdict(list)
         for branch in branches:
+            weights = graph.weights_behind([branch.edge.node])
+            ways.update(id(w) for w in weights)
             if _can_wait(branch.product):
                 self._waiting.append(branch.product)
-            elif any(id(w) in later for w in graph.weights_behind([branch.edge.node])):
+            elif any(id(w) in later for w in weights):
                 half.branches.setdefault(branch.product, []).append(branch.edge)
+                behind[branch.product] += weights
+        half.alone = {p: own for p, own in behind.items() if all(id(w) in later and ways[id(w)] == 1 for w in own)}
         # with `inputs` autograd skips what leads to the other weights
         self._inputs = [*wanted, *now.values()]
 
