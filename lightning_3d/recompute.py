@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import ConfigurationError, near, near_pattern
 from lightning_3d.pipeline.holders import changed, holders, set_slots, slots
+from lightning_3d.wrapping import wrapped_forwards
 
 Mode = Literal["full", "selective", "none"]
 Choice = None | Mode | Sequence[Mode] | Mapping[str, Mode]
 _MODES = get_args(Mode)
-_NOTHING = object()
 _OURS = __name__.partition(".")[0] + "."
 _aten = torch.ops.aten
 _KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
@@ -69,21 +69,8 @@ class Recompute:
     @contextmanager
     def active(self) -> Iterator[None]:
         """The blocks recompute while this is open (and later, in the backward of what ran in it)."""
-        undo: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for block, mode in self._modules:
-                own = block.__dict__
-                # a compiled block never looks at its `forward`
-                key = "_compiled_call_impl" if own.get("_compiled_call_impl") is not None else "forward"
-                undo.append((own, key, own.get(key, _NOTHING)))
-                own[key] = _recomputed(getattr(block, key), mode)
+        with wrapped_forwards((block, functools.partial(_recomputed, mode=mode)) for block, mode in self._modules):
             yield
-        finally:
-            for own, key, before in undo:
-                if before is _NOTHING:
-                    own.pop(key, None)
-                else:
-                    own[key] = before
 
 
 def _recomputed(forward: Callable[..., Any], mode: Mode) -> Callable[..., Any]:

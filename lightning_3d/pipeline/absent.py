@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.absence import function_name, is_passive, nothing
 from lightning_3d.errors import PipelineError
-from lightning_3d.pipeline.phantom import function_name, is_passive
 
 _BOOKKEEPING: set[Any] = {torch._has_compatible_shallow_copy_type, Tensor.data_ptr, Tensor.untyped_storage}
 _CONVERSIONS: set[Any] = {
@@ -128,7 +128,7 @@ def _is_data_getter(func: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """What an absent parameter gets for its data: one element again, whatever was computed."""
-    return _nothing(tuple(value.shape), value.dtype, value.device) if isinstance(value, AbsentValue) else value
+    return nothing(value.shape, value.dtype, value.device) if isinstance(value, AbsentValue) else value
 
 
 def _convert(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -139,16 +139,10 @@ def _convert(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[st
         return func(element, *args[1:], **kwargs).expand(args[0].shape)
 
 
-def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element that looks like `shape`; NaN where the dtype has it, so that a use by mistake is seen."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
-
-
 def _rebuild(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, attributes: dict[str, Any]
 ) -> AbsentParameter:
-    parameter = nn.Parameter(_nothing(shape, dtype, device), requires_grad=requires_grad)
+    parameter = nn.Parameter(nothing(shape, dtype, device), requires_grad=requires_grad)
     parameter.__class__ = AbsentParameter
     parameter.__dict__.update(attributes)
     return parameter  # type: ignore[return-value]
@@ -184,7 +178,7 @@ def make_absent(parameter: nn.Parameter, name: str, stages: tuple[int, ...]) -> 
     local_shape = tuple(parameter.shape)
     shape = tuple(getattr(parameter, "global_shape", None) or local_shape)
     parameter.grad = None
-    parameter.data = _nothing(shape, parameter.dtype, parameter.device)
+    parameter.data = nothing(shape, parameter.dtype, parameter.device)
     parameter.__class__ = AbsentParameter
     absent: Any = parameter
     absent.parameter_name, absent.stages, absent.local_shape = name, stages, local_shape

@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import BackwardHook
 from torchmetrics import MetricCollection
 
+from lightning_3d.absence import is_passive
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.holders import holders, set_slots, slots
 from lightning_3d.pipeline.packed import spelled_out
-from lightning_3d.pipeline.phantom import Phantom, is_passive
+from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.regions import checkpoint_regions
 from lightning_3d.probe import intercept_functions, parameters_shown
 

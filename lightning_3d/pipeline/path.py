@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_flatten
 
+from lightning_3d.absence import function_name
 from lightning_3d.errors import DivergedError, PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.events import Trace, Vid
@@ -20,7 +21,7 @@ from lightning_3d.pipeline.execution import Program, untouched_metrics
 from lightning_3d.pipeline.glue import Unwind
 from lightning_3d.pipeline.glue_state import put_back
 from lightning_3d.pipeline.partition import Partition, Window
-from lightning_3d.pipeline.phantom import Phantom, function_name
+from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.rng import Seeds
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.trace import Contents

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
+from lightning_3d.absence import function_name
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.atom_memory import AtomMemory, Remembered, content, key_of, place_of
@@ -41,7 +42,7 @@ from lightning_3d.pipeline.holders import (
     opened,
     slots,
 )
-from lightning_3d.pipeline.phantom import Phantom, function_name
+from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_atom import NO_FAKE_RUN, AtomExecution, OperationWatch, is_fake, versions_of
 from lightning_3d.pipeline.probe_before import attributes_of, buffers_of, differ, shares_memory
 from lightning_3d.pipeline.probe_net import check_transforms, converted, of_the_user

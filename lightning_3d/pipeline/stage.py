@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_3d.absence import function_name
 from lightning_3d.errors import DivergedError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.absent import is_absent
@@ -17,7 +18,7 @@ from lightning_3d.pipeline.events import MUTATED, Event, Vid
 from lightning_3d.pipeline.glue import Glue, Unwind, replaced_forward
 from lightning_3d.pipeline.holders import content_of, holders, opened, replace_in_place
 from lightning_3d.pipeline.partition import Partition
-from lightning_3d.pipeline.phantom import Phantom, function_name
+from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.probe.intercept import original_apply
 from lightning_3d.where import naming_the_line
