@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -103,6 +103,28 @@ def check_equal_batches(mine: float, steps_left: float, replicas: Communicator) 
             "They reduce gradients together after each, so the one with more would wait for ever. Give all the same "
             "number: a DistributedSampler (or drop_last=True) in a loader that divides data itself, or "
             f"Trainer(limit_train_batches={min(numbers):g})."
+        )
+
+
+def check_equal_evaluation(mine: Sequence[float], replicas: Communicator) -> None:
+    """Replicas that gather parameters together (ZeRO-3) evaluate the same number of batches.
+
+    Args:
+        mine: Batches of this replica, per loader.
+        replicas: The data-parallel axis on the CPU.
+
+    Collectives: an all-gather of a few numbers over `replicas`.
+
+    Raises:
+        ConfigurationError: One would wait for another; raised on all.
+    """
+    numbers = replicas.all_gather_object(tuple(mine))
+    if len(set(numbers)) > 1:
+        listed = ", ".join(" + ".join(f"{n:g}" for n in each) or "no" for each in numbers)
+        raise ConfigurationError(
+            f"the data-parallel replicas have {listed} batches to evaluate. With zero_stage=3 they gather parameters "
+            "together for each, so the one with more would wait for ever. Give all the same number (a "
+            "DistributedSampler does, or a limit in the Trainer), or use zero_stage=2."
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -33,7 +34,7 @@ from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
 from lightning_3d.proof import prove
-from lightning_3d.recompute import Recompute
+from lightning_3d.recompute import Recompute, find_blocks
 from lightning_3d.settings import Settings
 from lightning_3d.tensor import (
     Placement,
@@ -50,7 +51,7 @@ from lightning_3d.tensor import (
 from lightning_3d.tensor.recorded.compiled import warn_uncompiled
 from lightning_3d.tensor.recorded.eager import compiled_modules
 from lightning_3d.tensor.recorded.recording import Recording
-from lightning_3d.zero import Share, Zero
+from lightning_3d.zero import Share, Units, Zero, find_units, is_low
 
 _log = logging.getLogger(__name__)
 
@@ -222,6 +223,7 @@ class Engine:
             cut={n for n, p in self.parameters.items() if _local_shape(p) != self.global_shapes[n]},
             parted=self.layout.tp * self.layout.pp > 1,
             windows=runner.windows_of_parameters() if runner is not None else {},
+            units=self._units() if self.layout.zero == 3 and self.layout.dp > 1 else None,
         )
         self.zero = Zero(
             optimizers,
@@ -230,8 +232,45 @@ class Engine:
             publish_later=runner is not None,
             watched=watched,
             keeps=keeps,
-            bucket_bytes=self.settings.bucket_bytes or (4 << 20 if self.mesh.device.type == "cpu" else 25 << 20),
+            master_weights=self.settings.master_weights,
+            float32_gradients=self.settings.float32_gradients,
+            bucket_bytes=self._bucket_bytes,
         )
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.settings.bucket_bytes or (4 << 20 if self.mesh.device.type == "cpu" else 25 << 20)
+
+    def _units(self) -> Units:
+        """In a pipeline all parameters of the stage are gathered once for all microbatches of a batch."""
+        blocks = [] if self.runner is not None else find_blocks(self.module)
+        large = self._bucket_bytes if self.runner is None else sys.maxsize
+        names = find_units(self.module, blocks, large)
+        modules = {name: self.module.get_submodule(name) for name in names}
+        return Units(modules, names.values(), self.mesh.gathers, self.mesh.control)
+
+    @property
+    def units(self) -> Units | None:
+        """What is gathered together with ZeRO-3, once the optimizers are divided."""
+        return self.zero.units if self.zero is not None else None
+
+    @contextmanager
+    def gathering(self, training: bool, close: bool = True) -> Iterator[None]:
+        """Around a step: with ZeRO-3 parameters are gathered while this is open.
+
+        Args:
+            training: A backward follows.
+            close: It is in here, or there is none.
+        """
+        units = self.units
+        if units is None:
+            yield
+            return
+        units.begin(training)
+        with units.active():
+            yield
+        if close:
+            units.end(close=True)
 
     @property
     def held(self) -> dict[str, nn.Parameter]:
@@ -278,12 +317,14 @@ class Engine:
             number: Index of the batch; with several replicas it seeds what the step draws (masks of dropout), so
                 that replicas draw differently, tensor-parallel peers alike, and the default generator stays in step.
         """
+        training = step_name == "training_step"
         with ExitStack() as stack:
             if self.layout.dp > 1 and self.module.training:
                 stack.enter_context(forked(self.mesh.device))
                 seed_torch(mix(self.seed, number, self.mesh.at.dp), self.mesh.device)
-            training = step_name == "training_step"
             stack.enter_context(self.sharding_rules(training, begins=training))
+            by_hand = not getattr(self.module, "automatic_optimization", True)
+            stack.enter_context(self.gathering(training, close=not training or by_hand))
             stack.enter_context(self.recompute.active() if training else nullcontext())
             stack.enter_context(self._forward_context())
             stack.enter_context(self.mesh.ledger.during("forward"))
@@ -297,14 +338,14 @@ class Engine:
             yield
 
     def pipeline_train(
-        self, batch: Any, batch_idx: int, scale: float, last: bool, keep_gradients: bool, number: int
+        self, batch: Any, batch_idx: int, scale: float | Tensor, last: bool, keep_gradients: bool, number: int
     ) -> StepResult:
         """One schedule over the microbatches of a batch; gradients wait in ZeRO's buckets.
 
         Args:
             batch: This replica's batch.
             batch_idx: Its index.
-            scale: Factor on the loss (one over the accumulation count).
+            scale: Factor on the loss (one over the accumulation count, a gradient scaler's scale).
             last: The optimizer steps after this batch: reduce over the replicas, during the last backward.
             keep_gradients: Somebody looks at the old gradients before they are zeroed.
             number: Index of the batch in the whole run; seeds what the step draws.
@@ -316,7 +357,12 @@ class Engine:
         self.runner.step_number = number
         self.zero.begin()
         self.zero.set_aside(keep=keep_gradients)
-        with self.sharding_rules(True, begins=True), self._recorded(number), self.mesh.ledger.during("pipeline"):
+        with (
+            self.gathering(training=True),
+            self.sharding_rules(True, begins=True),
+            self._recorded(number),
+            self.mesh.ledger.during("pipeline"),
+        ):
             result = self.runner.train_step(
                 batch,
                 batch_idx,
@@ -342,14 +388,17 @@ class Engine:
     def pipeline_evaluate(self, step_name: str, args: Sequence[Any]) -> StepResult:
         """A forward-only pass of a validation, test or predict step through the stages."""
         assert self.runner is not None
-        with self.sharding_rules(), self.mesh.ledger.during("pipeline"):
+        with self.gathering(training=False), self.sharding_rules(), self.mesh.ledger.during("pipeline"):
             return self.runner.evaluate(step_name, *args)
 
     # -- state
     def state(self) -> RunState:
         """What a checkpoint holds of this rank."""
+        if self.zero is not None:
+            self.zero.reclaim()
         held, counted = self.held, self.counted
-        slots = self.zero.slots if self.zero is not None else {}
+        slot_of = self.zero.slot_of if self.zero is not None else lambda _: None
+        stepped = self.zero.stepped_in_float32 if self.zero is not None else set()
         records = [
             ParameterRecord(
                 name,
@@ -358,7 +407,8 @@ class Engine:
                 self.placement(name),
                 name in held,
                 name in counted,
-                slots.get(parameter),
+                slot_of(parameter),
+                torch.float32 if name in stepped and is_low(parameter) else parameter.dtype,
             )
             for name, parameter in self.parameters.items()
         ]

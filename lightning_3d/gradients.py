@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.engine import Engine
@@ -56,12 +58,68 @@ def norm_of(engine: Engine, gradients: Sequence[Tensor], norm_type: float) -> Te
     whole = all(id(g) in known for g in gradients)
     for slot in _zero(engine).slots.values():
         if slot.held is not slot.parameter and slot.held.grad is not None:
-            known[id(slot.held.grad)] = slot.name in counted
+            known[id(slot.held.grad)] = slot.name in counted and (first or slot.bucket.sharded)
     alone = mesh.layout.world_size == 1 or (gradients and whole and mesh.layout.replica_size == 1)
     if alone or not all(id(g) in known for g in gradients):
         return None
     with mesh.ledger.during("clip"):
         return total_norm([g for g in gradients if known[id(g)]], mesh.world, mesh.device, norm_type)
+
+
+def norms_of(engine: Engine, module: nn.Module, norm_type: float, summed: bool) -> dict[str, Tensor] | None:
+    """Norms of the whole gradients of a module's parameters, by its names; a parameter without a gradient has none.
+
+    Args:
+        engine: The run.
+        module: The run's module, or a part of it.
+        norm_type: p of the p-norm, or `inf`.
+        summed: Gradients are reduced over the replicas; otherwise (between accumulated batches) each has its own.
+
+    Returns:
+        None where the module has parameters that are not the run's.
+
+    Collectives: two all-reduces of a number per parameter, over all ranks (or those of the replica).
+    """
+    names = {name: engine.names.get(id(p)) for name, p in module.named_parameters()}
+    if None in names.values():
+        return None
+    zero = _zero(engine)
+    zero.shown.collect()
+    group = engine.mesh.world if summed else engine.mesh.replica
+    counted, infinite = engine.counted, math.isinf(norm_type)
+    parts = torch.zeros(len(names), dtype=torch.float64, device=engine.mesh.device)
+    there = torch.zeros(len(names), dtype=torch.uint8, device=engine.mesh.device)
+    for index, name in enumerate(names.values()):
+        gradient = _counted_gradient(engine, name, summed) if name in counted else None
+        if gradient is None:
+            continue
+        there[index] = 1
+        if gradient.numel():
+            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+            parts[index] = norm if infinite else norm**norm_type
+    with engine.mesh.ledger.during("norm"):
+        group.all_reduce(there, "max")
+        group.all_reduce(parts, "max" if infinite else "sum")
+    norms = parts if infinite else parts ** (1.0 / norm_type)
+    dtypes = [engine.parameters[name].dtype for name in names.values() if name is not None]
+    return {
+        name: norm.to(dtype)
+        for name, norm, dtype, has in zip(names, norms.unbind(), dtypes, there.tolist(), strict=True)
+        if has
+    }
+
+
+def _counted_gradient(engine: Engine, name: str | None, summed: bool) -> Tensor | None:
+    """What this rank counts of a parameter's gradient."""
+    assert name is not None
+    parameter = engine.parameters[name]
+    if not summed:
+        return parameter.grad
+    slot = _zero(engine).slot_of(parameter)
+    if slot is not None and slot.bucket.sharded:
+        return slot.held.grad
+    held = parameter if slot is None else slot.held
+    return held.grad if engine.mesh.at.dp == 0 else None
 
 
 def _zero(engine: Engine) -> Zero:

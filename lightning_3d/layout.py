@@ -51,7 +51,7 @@ class Layout:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{LONG_NAMES[name]} is {size!r}; it must be an integer of at least 1.")
         if self.zero not in (0, 1, 2, 3):
-            raise LayoutError(f"zero_stage is {self.zero!r}; ZeRO has the stages 0, 1, 2 and 3 (here: 0 to 2 so far).")
+            raise LayoutError(f"zero_stage is {self.zero!r}; ZeRO has the stages 0, 1, 2 and 3.")
         if self.schedule == "zero_bubble":
             object.__setattr__(self, "schedule", "zb_h1")
         if self.schedule not in SCHEDULES and not self.schedule_is_file:
@@ -168,8 +168,6 @@ class Layout:
         Raises:
             ConfigurationError: A feature of the interface that is not built yet.
         """
-        if self.zero > 2:
-            raise not_yet(f"zero_stage={self.zero}", "Use zero_stage=2 (gradients and optimizer state sharded).")
         if self.cp > 1:
             raise not_yet(f"context_parallel_size={self.cp}", "Use tensor_parallel_size for long sequences.")
         if self.ep > 1:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_3d.data import (
     broadcast_batch,
     check_equal_batches,
+    check_equal_evaluation,
     check_same_batch,
     first_batch,
     fit_loader_to_replicas,
@@ -30,17 +31,17 @@ from lightning_3d.data import (
 )
 from lightning_3d.engine import Engine
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.gradients import clip, norm_of
+from lightning_3d.gradients import clip, norm_of, norms_of
 from lightning_3d.materialize import materialize
+from lightning_3d.norms import GlobalGradNorm, GlobalTorchNorm
 from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.hang import HangReport
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.observe.results import join_results
-from lightning_3d.precision import GlobalTorchNorm, check_precision, make_clipping_global
+from lightning_3d.precision import loss_scale, make_clipping_global, make_scaler_global
 from lightning_3d.probe import agree, own_parameters
 from lightning_3d.saving import Saving
-from lightning_3d.settings import Settings
 from lightning_3d.skipping import SKIPPED, Skips, drop_gradients, let_steps_be_skipped
 from lightning_3d.stopping import may_stop, stop_together
 from lightning_3d.suitability import (
@@ -65,7 +66,6 @@ class Lifecycle(Saving):
     """Set-up, steps, logs and failures; `ThreeDStrategyBase` adds the arguments, the mesh and checkpoints."""
 
     package: str
-    _settings: Settings
 
     def _init_lifecycle(self) -> None:
         self._accumulating = False
@@ -75,7 +75,7 @@ class Lifecycle(Saving):
         self._init_saving()
         self._checked: set[str] = set()
         self._relay: Relay | None = None
-        self._torch_norm: GlobalTorchNorm | None = None
+        self._norms: list[GlobalTorchNorm | GlobalGradNorm] = []
         self._skips: Skips | None = None
         self._surroundings = Surroundings()
 
@@ -149,7 +149,6 @@ class Lifecycle(Saving):
         self._surroundings.clear()
         fitting = trainer.state.fn == "fit"
         first = self._engine is None or self._engine.module is not module
-        check_precision(self.precision_plugin)
         if first:
             check_is_made(module)
             check_is_whole(module)
@@ -172,19 +171,24 @@ class Lifecycle(Saving):
                     "accumulated, as with zero_stage=1. Use on_before_optimizer_step to keep this rank's part only."
                 )
             self.engine.shard(self.optimizers, watched, keeps)
-            self._torch_norm = GlobalTorchNorm(partial(norm_of, self.engine))
-            self._torch_norm.install()
+            self._norms = [
+                GlobalTorchNorm(partial(norm_of, self.engine)),
+                GlobalGradNorm(self.package, lambda m, p: norms_of(self.engine, m, p, not self._accumulating)),
+            ]
+            for norm in self._norms:
+                norm.install()
             self._skips = None
             if module.automatic_optimization and (self.engine.runner is not None or self.mesh.layout.dp == 1):
                 self._skips = Skips(self.mesh.control)
                 let_steps_be_skipped(trainer)
         self.setup_precision_plugin()
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
+        make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # tensors made in inference mode (buffers, caches) could not be used by a later `fit`
             loop.inference_mode = False
         self._let_ranks_agree(trainer, module)
-        self._load_pending()
+        self._load_pending(fitting)
         self._surroundings.begin(trainer, module, self.mesh.layout)
 
     def _let_ranks_agree(self, trainer: Any, module: Any) -> None:
@@ -262,10 +266,20 @@ class Lifecycle(Saving):
 
     # -- evaluation
     def on_validation_start(self) -> None:
+        trainer = self._module.trainer
+        self._check_evaluation(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
         self._share_statistics()
 
     def on_test_start(self) -> None:
+        self._check_evaluation(self._module.trainer.num_test_batches)
         self._share_statistics()
+
+    def on_predict_start(self) -> None:
+        self._check_evaluation(self._module.trainer.num_predict_batches)
+
+    def _check_evaluation(self, batches: Any) -> None:
+        if self.engine.units is not None:
+            check_equal_evaluation(batches if isinstance(batches, Sequence) else [batches], self.mesh.control)
 
     def _share_statistics(self) -> None:
         """Replica 0's running statistics everywhere: every replica has seen other samples. (DDP does so, too.)"""
@@ -288,7 +302,7 @@ class Lifecycle(Saving):
             return SKIPPED if out is None and self._skips is not None else out
         if trainer.fit_loop._skip_backward:
             return self._shared(self._evaluate("training_step", args), training=True)[0]
-        scale = 1.0 / trainer.accumulate_grad_batches
+        scale = loss_scale(self.precision_plugin, self.mesh.device) / trainer.accumulate_grad_batches
         batch_idx = args[1] if len(args) > 1 else 0
         last = not self._accumulating
         assert self._relay is not None
@@ -355,7 +369,11 @@ class Lifecycle(Saving):
         reduces = direct and (zero.reduces_always or not self._accumulating)
         if reduces:
             zero.start_reducing()
-        with engine.sharding_rules(training=True), engine.mesh.ledger.during("backward"):
+        with (
+            engine.sharding_rules(training=True),
+            engine.mesh.ledger.during("backward"),
+            zero.gathering_backward(last=module.automatic_optimization),
+        ):
             closure_loss = precision.pre_backward(closure_loss, module)
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         if reduces:

@@ -85,6 +85,8 @@ class Mesh:
         lines = {axis: self._lines([axis], axis) for axis in AXES}
         self.tensor, self.data, self.pipeline = lines["tp"], lines["dp"], lines["pp"]
         self.context = lines["cp"]
+        # ZeRO-3 gathers while reductions are under way, and a rank may be further ahead with one than with the other
+        self.gathers = self._lines(["dp"], "dp") if layout.zero == 3 else self.data
         if layout.pp > 1:
             self.forward, self.backward = self._lines(["pp"], "pp"), self._lines(["pp"], "pp")
         else:

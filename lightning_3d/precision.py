@@ -5,14 +5,14 @@ The plugin *instance* is patched: a subclass would change the name under which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_3d.errors import not_yet
+from lightning_3d.comm import Communicator
 
 
 def make_clipping_global(
@@ -43,58 +43,33 @@ def make_clipping_global(
     plugin.clip_grad_by_value, plugin._after_closure = collect_and_clip, hooks_and_collect
 
 
-class GlobalTorchNorm:
-    """While installed, `torch.nn.utils.clip_grad_norm_` on the module's parameters uses the norm of the whole mesh.
-
-    User code binds that function by many names, but all of them look up `_get_total_norm` when called.
+def make_scaler_global(plugin: Any, world: Communicator, device: torch.device) -> None:
+    """All ranks decide alike whether fp16 gradients overflowed, so that all of them skip the step and lower the scale.
 
     Args:
-        norm: (gradients, norm type) -> the mesh's norm, or None where these gradients are not the module's.
+        plugin: Lightning's precision plugin; without a gradient scaler nothing happens.
+        world: All ranks.
+        device: This rank's; it may have no gradient at all.
+
+    Collectives: an all-reduce of one number over `world` per optimizer step.
     """
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or world.size == 1:
+        return
+    vars(scaler).pop("_unscale_grads_", None)  # of an earlier run
+    local = scaler._unscale_grads_
 
-    def __init__(self, norm: Callable[[list[Tensor], float], Tensor | None]) -> None:
-        self._norm = norm
-        self._local: Callable[..., Tensor] | None = None
+    def unscale(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = local(*args, **kwargs)
+        mine = [value.to(device).reshape(()) for value in found.values()] or [torch.zeros((), device=device)]
+        with world.ledger.during("clip"):
+            anywhere = world.all_reduce(torch.stack(mine).max(), "max")
+        return {**dict.fromkeys(found, anywhere), device: anywhere}
 
-    def install(self) -> None:
-        from torch.nn.utils import clip_grad
-
-        if self._local is None:
-            self._local = clip_grad._get_total_norm
-            clip_grad._get_total_norm = self._total_norm
-
-    def remove(self) -> None:
-        from torch.nn.utils import clip_grad
-
-        if self._local is not None:
-            clip_grad._get_total_norm, self._local = self._local, None
-
-    def _total_norm(
-        self,
-        tensors: Tensor | Iterable[Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        assert self._local is not None
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norm = self._norm(given, float(norm_type))
-        if norm is None:
-            return self._local(given, norm_type, error_if_nonfinite, foreach)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
-            )
-        return norm
+    scaler._unscale_grads_ = unscale
 
 
-def check_precision(plugin: Any) -> None:
-    """Refuse precisions whose bookkeeping is not global yet.
-
-    Raises:
-        ConfigurationError: fp16 with a gradient scaler: every rank would decide on its own whether to skip a step.
-    """
-    if getattr(plugin, "scaler", None) is not None:
-        raise not_yet("precision='16-mixed' with a gradient scaler", "Use 'bf16-mixed', 'bf16-true' or '32-true'.")
+def loss_scale(plugin: Any, device: torch.device) -> Tensor | float:
+    """What the precision plugin will multiply the loss with before its backward, without a wait for the device."""
+    scaler = getattr(plugin, "scaler", None)
+    return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))

@@ -1,4 +1,4 @@
-"""The strategy and the callback for modules of the `pytorch_lightning` package.
+"""The strategy and the callbacks for modules of the `pytorch_lightning` package.
 
 `pytorch_lightning` and `lightning.pytorch` are two copies of the same code with unrelated classes; a Trainer of one
 refuses a module or strategy of the other.
@@ -12,6 +12,7 @@ from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 
 from lightning_3d.launch import WholeWeights
 from lightning_3d.observe.callback import PipelineTimelineBase
+from lightning_3d.observe.gradient_norm import GradientNormBase
 from lightning_3d.strategy import ThreeDStrategyBase
 
 
@@ -31,6 +32,10 @@ class ThreeDStrategy(ThreeDStrategyBase, DDPStrategy):  # type: ignore[misc]
 
 class PipelineTimeline(PipelineTimelineBase, Callback):
     """The same as `lightning_3d.PipelineTimeline`, for a Trainer of `pytorch_lightning`."""
+
+
+class GradientNorm(GradientNormBase, Callback):
+    """The same as `lightning_3d.GradientNorm`, for a Trainer of `pytorch_lightning`."""
 
 
 ThreeDStrategy.register_strategies(StrategyRegistry)

@@ -10,15 +10,18 @@ from torch.optim import Optimizer
 
 from lightning_3d.built import Built
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.settings import Settings
 
 
 class Saving(Built):
     """Saves and loads; the checkpoint room is imported when it is needed."""
 
     _save_distributed: bool
+    _settings: Settings
 
     def _init_saving(self) -> None:
         self._pending: tuple[dict[str, Any], bool] | None = None
+        self._precise: Mapping[str, Any] | None = None  # holds more digits than low-precision parameters took
 
     # -- saving
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -69,16 +72,22 @@ class Saving(Built):
         else:
             load_optimizer_file(self.engine.state(), optimizers, saved)
 
-    def _load_pending(self) -> None:
+    def _load_pending(self, fitting: bool) -> None:
         if self._pending is not None:
             checkpoint, strict = self._pending
             self._pending = None
             self._load_model(checkpoint, strict)
+        precise, self._precise = self._precise, None
+        if precise is not None and fitting and self._settings.master_weights:
+            from lightning_3d.checkpoint import load_masters
+
+            load_masters(self.engine.state(), precise)
 
     def _load_model(self, checkpoint: Any, strict: bool) -> None:
         """Weights from a directory or a plain state_dict; kept for `setup` when the module is not cut yet."""
         from lightning_3d.checkpoint import PATH_KEY, load_model_directory, load_model_file, read_model
 
+        self._precise = checkpoint
         if self._engine is None:
             module = self._module
             meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -94,6 +103,8 @@ class Saving(Built):
             load_model_directory(self.engine.state(), checkpoint[PATH_KEY], strict)
         else:
             load_model_file(self.engine.state(), checkpoint["state_dict"], strict)
+        if self._engine is not None and self._engine.zero is not None:
+            self._engine.zero.loaded()
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -28,4 +28,6 @@ class Settings:
     record_timeline: bool = False
     hang_report_after: float | None = None
     record: bool = True
+    master_weights: bool = True
+    float32_gradients: bool = False
     forward_context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)

@@ -8,7 +8,7 @@ isinstance lists accepts: distributed samplers, `sync_dist`, precision plugins).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,6 +55,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         zero_stage: int = 1,
+        master_weights: bool = True,
+        float32_gradients: bool = False,
         num_microbatches: int | Literal["auto"] = "auto",
         pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"] | str = "1f1b",
         virtual_pipeline_size: int = 1,
@@ -88,7 +90,12 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             context_parallel_size: Ranks that share one sequence (not in this version).
             expert_parallel_size: Ranks that share the experts (not in this version).
             zero_stage: 0: replicas hold everything; 1: they share the optimizer state; 2: and the gradients, which are
-                reduced after every backward. (3: not in this version.)
+                reduced after every backward; 3: and the parameters, which are gathered for their use.
+            master_weights: Where parameters are bfloat16 or float16 (`precision="bf16-true"`), optimizers step on
+                float32 copies of them, so that small updates are not lost. (12 bytes per parameter with Adam, shared by
+                the replicas from zero_stage=1 on, against 4.) Checkpoints hold the copies.
+            float32_gradients: Gradients of such parameters are added up (over accumulated batches and microbatches) and
+                reduced over the replicas in float32; otherwise in the parameters' precision.
             num_microbatches: Slices of a batch that follow each other through the pipeline; "auto" is
                 min(batch, 4 x pipeline_parallel_size), or what a schedule's file is made for. Needs
                 pipeline_parallel_size > 1.
@@ -147,6 +154,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             allow_cross_node_tensor_parallel=allow_cross_node_tensor_parallel,
             record_timeline=record_timeline,
             record=record,
+            master_weights=master_weights,
+            float32_gradients=float32_gradients,
         )
         check_processes(timeout, process_group_backend, bucket_size_mb)
         super().__init__(
@@ -186,6 +195,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             exact_dropout=exact_dropout,
             activation_checkpointing=activation_checkpointing,  # type: ignore[arg-type]
             record=record,
+            master_weights=master_weights,
+            float32_gradients=float32_gradients,
         )
         check_effect(self.layout, self._settings)
         self._init_lifecycle()
@@ -229,9 +240,9 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         """Bytes on this rank: parameters, gradients, optimizer."""
         return memory_report(self.engine, self.optimizers)
 
-    def gradient_norm(self, optimizer: Optimizer | None = None) -> Tensor:
-        """Norm of the whole mesh's gradient; collective over all ranks."""
-        return gradient_norm(self.engine, unwrapped(optimizer or self.optimizers[0]))
+    def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """Norm of the whole mesh's gradient of an optimizer (None: the first); collective over all ranks."""
+        return gradient_norm(self.engine, unwrapped(optimizer or self.optimizers[0]), norm_type)
 
     def whole_state_dict(self) -> dict[str, Any]:
         """The module's `state_dict` as one device would have it, on the CPU of global rank zero (empty elsewhere).
@@ -242,6 +253,17 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
 
         whole: dict[str, Any] = whole_checkpoint({"state_dict": self.lightning_module_state_dict()}, self.mesh.world)
         return whole["state_dict"]
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """With zero_stage=3: the parameters have their values here, outside of steps too, on all ranks.
+
+        What is changed in them is kept; it must be changed on all ranks alike. Collective: an all-gather of the
+        parameters over dp. Without ZeRO-3 nothing happens: replicas have their parameters.
+        """
+        units = self._engine.units if self._engine is not None else None
+        with units.all_whole() if units is not None else nullcontext():
+            yield
 
     # -- mesh and processes
     def _configure_launcher(self) -> None:
@@ -324,8 +346,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         self._stop_watching()
         if self._engine is not None and self.lightning_module is not None:
             self._surroundings.end(self.lightning_module)
-        if self._torch_norm is not None:
-            self._torch_norm.remove()
+        for norm in self._norms:
+            norm.remove()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -86,10 +86,14 @@ def check_can_be_trained(
                 "the model is trained; here parameters are parts of larger buffers that were planned before. Use it "
                 "with data parallelism alone: tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=0."
             )
-        if not parted:
-            continue
         kind = next((c.__name__ for c in type(callback).__mro__ if c.__name__ in _AVERAGING), None)
-        if kind is not None:
+        if kind is not None and layout.zero == 3:
+            raise ConfigurationError(
+                f"{kind} reads all parameters between steps, when zero_stage=3 has divided their values over "
+                f"{layout.dp} replicas. Use zero_stage=2 (without tensor and pipeline parallelism), or average "
+                "checkpoints afterwards."
+            )
+        if kind is not None and parted:
             raise ConfigurationError(
                 f"{kind} copies the whole module before it is cut over {layout.tp} tensor-parallel ranks and "
                 f"{layout.pp} pipeline stages, so its average has other shapes than the parts that are trained. "

@@ -17,7 +17,7 @@ from lightning_3d.zero import Zero
 
 class _Publish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, zero: Zero, scale: float, last: bool) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, zero: Zero, scale: float | Tensor, last: bool) -> Tensor:
         ctx.zero, ctx.scale, ctx.last = zero, scale, last
         return value.clone()
 
@@ -27,16 +27,17 @@ class _Publish(torch.autograd.Function):
         on_cpu = grad.device.type == "cpu"
         if not ctx.last:
             _check_unscaled(grad, ctx.scale, on_cpu)
-        elif on_cpu and abs(float(grad) / ctx.scale - 1) < 1e-6:
+        elif on_cpu and abs(float(grad / ctx.scale) - 1) < 1e-6:
             ctx.zero.publish()
         else:
             ctx.zero.publish(grad / ctx.scale)
         return None, None, None, None, None
 
 
-def _check_unscaled(grad: Tensor, scale: float, on_cpu: bool) -> None:
+def _check_unscaled(grad: Tensor, scale: float | Tensor, on_cpu: bool) -> None:
     """Sums of accumulated batches stay where they are: a factor that differs from batch to batch cannot be applied."""
-    fits = torch.isclose(grad.double(), torch.full_like(grad, scale, dtype=torch.float64), rtol=1e-6)
+    ratio = grad.double() / scale
+    fits = torch.isclose(ratio, torch.ones_like(ratio), rtol=1e-6)
     message = (
         "the loss was rescaled in a `backward` hook on a batch whose gradients are being accumulated in a pipeline; "
         "scale it in training_step instead"
@@ -48,13 +49,13 @@ def _check_unscaled(grad: Tensor, scale: float, on_cpu: bool) -> None:
         torch._assert_async(fits, message)
 
 
-def surrogate_loss(value: Tensor, zero: Zero, scale: float, last: bool) -> Tensor:
+def surrogate_loss(value: Tensor, zero: Zero, scale: float | Tensor, last: bool) -> Tensor:
     """A scalar with the loss's value whose backward publishes `zero`'s pending gradients.
 
     Args:
         value: The loss.
         zero: Holds gradients of `scale * loss`.
-        scale: What Lightning will multiply the loss with (one over the accumulation count).
+        scale: What Lightning will multiply the loss with (one over the accumulation count, a gradient scaler's scale).
         last: The optimizer steps after this batch; otherwise its gradients stay in the buffers.
     """
     anchor = torch.zeros((), device=value.device, requires_grad=True)

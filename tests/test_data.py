@@ -8,12 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, pl_worker_init_function
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_3d.data import batch_digest, first_batch, fit_loader_to_replicas, random_state_kept
+from lightning_3d.comm import ProcessCommunicator
+from lightning_3d.data import (
+    batch_digest,
+    check_equal_evaluation,
+    first_batch,
+    fit_loader_to_replicas,
+    random_state_kept,
+)
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.testing import run_distributed
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -67,3 +76,22 @@ def test_digest() -> None:
     b["x"][0, 0] = 2
     assert batch_digest(a) != batch_digest(b)
     assert batch_digest(torch.ones(4)) != batch_digest(torch.ones(2, 2))
+
+
+def unequal_evaluation() -> list[str]:
+    control = ProcessCommunicator("control", dist.group.WORLD, torch.device("cpu"))
+    check_equal_evaluation([3, 4], control)
+    texts = []
+    for counts in ([3, 4 + control.rank], [5] * control.rank):
+        try:
+            check_equal_evaluation(counts, control)
+        except ConfigurationError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_replicas_that_gather_together_evaluate_equally_often() -> None:
+    for loaders, none in run_distributed(unequal_evaluation, 2):
+        assert "have 3 + 4, 3 + 5 batches to evaluate" in loaders
+        assert "zero_stage=2" in loaders
+        assert "have no, 5 batches" in none

@@ -5,6 +5,7 @@ from lightning_3d.checkpoint.export import export_checkpoint, inspect_checkpoint
 from lightning_3d.checkpoint.load import (
     PATH_KEY,
     is_directory_checkpoint,
+    load_masters,
     load_model_directory,
     load_model_file,
     load_optimizer_directory,
@@ -25,6 +26,7 @@ __all__ = [
     "flat_boxes",
     "inspect_checkpoint",
     "is_directory_checkpoint",
+    "load_masters",
     "load_model_directory",
     "load_model_file",
     "load_optimizer_directory",

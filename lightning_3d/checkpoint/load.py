@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.boxes import GlobalTensor
 from lightning_3d.checkpoint.save import FORMAT, FORMAT_KEY
-from lightning_3d.checkpoint.state import ParameterRecord, RunState
+from lightning_3d.checkpoint.state import ParameterRecord, RunState, low_of
 from lightning_3d.errors import ConfigurationError, near
 
 PATH_KEY = "lightning_3d_path"
@@ -99,6 +99,33 @@ def load_model_directory(state: RunState, path: str, strict: bool = True) -> Non
     _read(read, path)
 
 
+def load_masters(state: RunState, checkpoint: Mapping[str, Any]) -> None:
+    """Give float32 masters the precision that their (loaded) parameters have not.
+
+    Where a parameter is not what the checkpoint says any more, its master follows the parameter.
+
+    Args:
+        state: The run's.
+        checkpoint: What Lightning loaded: it names a directory, or holds a whole `state_dict`.
+    """
+    rooms = state.masters()
+    if PATH_KEY in checkpoint:
+        stored = _stored(checkpoint[PATH_KEY], "model.")
+        rooms = {name: room for name, room in rooms.items() if name in stored}
+        _read({f"model.{name}": target for name, (target, _, _) in rooms.items()}, checkpoint[PATH_KEY])
+    else:
+        full = checkpoint["state_dict"]
+        rooms = {name: room for name, room in rooms.items() if name in full}
+        for name, (target, _, _) in rooms.items():
+            _copy_boxes(full[name], target)
+    with torch.no_grad():
+        for _, slot, room in rooms.values():
+            storage = slot.bucket.storage
+            assert storage is not None
+            now = slot.part(storage.shard)
+            slot.value.copy_(torch.where(room.to(now.dtype) == now, room, now.float()))
+
+
 def load_optimizer_directory(
     state: RunState, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]], path: str
 ) -> None:
@@ -156,7 +183,7 @@ def _target(
 ) -> Tensor:
     if tuple(meta.size) != record.global_shape:
         return value
-    low = record.slot.low if record.slot is not None and record.slot.bucket.sharded else 0
+    low = low_of(record.slot)
     return GlobalTensor(record.global_shape, state.boxes(record, value.view(-1), low), value.dtype, value.device, None)
 
 
@@ -218,7 +245,7 @@ def _cut(state: RunState, record: ParameterRecord, held: nn.Parameter, value: An
         return value
     if tuple(value.shape) != record.global_shape or (value.ndim == 0 and held.ndim != 0):
         return value.clone()
-    low = record.slot.low if record.slot is not None and record.slot.bucket.sharded else 0
+    low = low_of(record.slot)
     out = torch.zeros(held.shape, dtype=value.dtype, device=held.device)
     boxes = state.boxes(record, out.view(-1), low)
     _copy_boxes(value, GlobalTensor(record.global_shape, boxes, value.dtype, held.device, None))

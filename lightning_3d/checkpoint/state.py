@@ -27,6 +27,7 @@ class ParameterRecord:
         held: This rank has the data.
         counted: Of all (tp, pp) ranks that have these elements, this one writes them.
         slot: Its place in ZeRO's buckets, if it has one.
+        dtype: In what it is written, equal on all ranks: float32 where an optimizer may step on a float32 copy.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ParameterRecord:
     held: bool
     counted: bool
     slot: Slot | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class RunState:
     device: torch.device
 
     def model(self, whole: bool = False) -> dict[str, Any]:
-        """The module's `state_dict`, tensors as `GlobalTensor`s.
+        """The module's `state_dict`, tensors as `GlobalTensor`s; to write, float32 masters in place of parameters.
 
         Args:
             whole: Boxes to read into: all that this rank holds. Otherwise to write: every element on one rank only.
@@ -73,7 +75,7 @@ class RunState:
         for key, value in self.module.state_dict(keep_vars=True).items():
             record = by_id.get(id(value))
             if record is not None:
-                out[key] = self._entry(record, self._parameter_boxes(record, whole), record.parameter.dtype)
+                out[key] = self._parameter_entry(record, whole)
             elif isinstance(value, Tensor):
                 value = value.detach()
                 boxes: list[Box] = [((0,) * value.ndim, value)] if whole or self.keeps_buffer(key) else []
@@ -84,35 +86,46 @@ class RunState:
 
     def parameter(self, record: ParameterRecord) -> GlobalTensor:
         """One parameter, every element on one rank only."""
-        return self._entry(record, self._parameter_boxes(record, False), record.parameter.dtype)
+        return self._parameter_entry(record, False)
+
+    def masters(self) -> dict[str, tuple[GlobalTensor, Slot, Tensor]]:
+        """Room for what a checkpoint says of the parameters this rank steps in float32, and their places."""
+        out = {}
+        for record in self.records:
+            slot = record.slot
+            if slot is not None and slot.owned and slot.held.dtype != record.parameter.dtype:
+                room = torch.zeros_like(slot.value)
+                out[record.name] = (self._entry(record, self.boxes(record, room, slot.low), room.dtype), slot, room)
+        return out
 
     def gradient(self, record: ParameterRecord) -> GlobalTensor:
         """One parameter's gradient as its optimizer holds it, every element on one rank only."""
         slot = record.slot
         held = record.parameter if slot is None else slot.held
-        sharded = slot is not None and slot.bucket.sharded
         boxes: list[Box] = []
-        if record.held and record.counted and held.grad is not None and (sharded or self.dp_rank == 0):
-            boxes = self.boxes(record, held.grad.detach(), slot.low if slot is not None and sharded else 0)
-        return self._entry(record, boxes, record.parameter.dtype)
+        if held.grad is not None and self._writes(record):
+            boxes = self.boxes(record, held.grad.detach(), low_of(slot))
+        return self._entry(record, boxes, held.dtype)
 
     def _entry(self, record: ParameterRecord, boxes: Sequence[Box], dtype: torch.dtype) -> GlobalTensor:
         return GlobalTensor(record.global_shape, boxes, dtype, self.device, self.assemble)
 
-    def _parameter_boxes(self, record: ParameterRecord, whole: bool) -> list[Box]:
-        if not record.held or not (whole or record.counted):
-            return []
-        data, low, high = record.parameter.detach(), 0, record.parameter.numel()
-        if not whole:
-            low, high = self._written_range(record)
-        return self.boxes(record, data.reshape(-1)[low:high], low)
-
-    def _written_range(self, record: ParameterRecord) -> tuple[int, int]:
-        """Replicas share the writing: ZeRO's ranges where there are any, else the first replica writes all."""
+    def _parameter_entry(self, record: ParameterRecord, whole: bool) -> GlobalTensor:
         slot = record.slot
-        if slot is not None and slot.bucket.sharded:
-            return slot.low, slot.high
-        return (0, record.parameter.numel()) if self.dp_rank == 0 else (0, 0)
+        if not (record.held if whole else self._writes(record)):
+            return self._entry(record, [], record.dtype)
+        if not whole:
+            value = record.parameter.detach() if slot is None else slot.value
+            flat = value.reshape(-1).to(record.dtype)
+            return self._entry(record, self.boxes(record, flat, low_of(slot)), record.dtype)
+        divided = slot is not None and slot.bucket.divided
+        flat = (slot.value if slot is not None and divided else record.parameter.detach()).reshape(-1)
+        return self._entry(record, self.boxes(record, flat, low_of(slot) if divided else 0), flat.dtype)
+
+    def _writes(self, record: ParameterRecord) -> bool:
+        """Replicas share the writing: ZeRO's ranges where there are any, else the first replica writes all."""
+        sharded = record.slot is not None and record.slot.bucket.sharded
+        return record.held and record.counted and (sharded or self.dp_rank == 0)
 
     def boxes(self, record: ParameterRecord, flat: Tensor, low: int) -> list[Box]:
         """Boxes for elements `[low, low + len)` of this rank's shard of a parameter (or of a tensor of its shape)."""
@@ -144,11 +157,8 @@ class RunState:
     def _state_entry(self, record: ParameterRecord, held: nn.Parameter, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        slot = record.slot
-        low = slot.low if slot is not None and slot.bucket.sharded else 0
-        writes = record.counted and held.numel() > 0
-        if slot is None or not slot.bucket.sharded:
-            writes = record.counted and self.dp_rank == 0
+        low = low_of(record.slot)
+        writes = self._writes(record) and held.numel() > 0
         if value.numel() != held.numel() or (value.ndim == 0 and held.ndim != 0):
             # step counters, factored moments: whole where they are; written by the owner of the first element
             boxes: list[Box] = [((0,) * value.ndim, value.detach())] if writes and low == 0 else []
@@ -159,6 +169,11 @@ class RunState:
         """Names of the parameters of every group, as one process would number them."""
         assert self.zero is not None
         return self.zero.names_of(optimizer)
+
+
+def low_of(slot: Slot | None) -> int:
+    """The first element of the flattened parameter that this rank's optimizer holds."""
+    return 0 if slot is None else slot.low
 
 
 def parameter_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

@@ -7,6 +7,10 @@ A bucket is a run of parameters of one dtype and optimizer. With `world` data-pa
     stage 1   gradients are reduce-scattered; the optimizer holds a `Piece` per parameter, this rank's part of it,
               and the new parameters are all-gathered after its step
     stage 2   the same, after every backward: between backwards a rank keeps the sums of its range only
+    stage 3   and the parameters are gathered for their use only (units.py)
+
+Parameters of less than float32 precision may have float32 masters: then the optimizer holds pieces in stage 0, too (of
+the whole parameter), and steps on the masters.
 
 A gradient passes through four states: written (by the hook, into the full-size buffer), launched (reduction under
 way), landed (pending, this rank's sum), published (`.grad` of what the optimizer holds).
@@ -15,91 +19,17 @@ way), landed (pending, this rank's sum), published (`.grad` of what the optimize
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.comm import DONE, Communicator, Pending, PendingShard
+from lightning_3d.comm import Communicator, Pending, PendingShard
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.zero.piece import Slot
+from lightning_3d.zero.storage import Storage
 
 ALIGNMENT = 16
 """Elements; slots begin at multiples of it, so that kernels stay vectorised."""
-
-
-class Piece(nn.Parameter):
-    """This rank's part of a parameter: what the user's optimizer holds in place of it.
-
-    Its `requires_grad` is the parameter's, since `toggle_optimizer` and freezing callbacks set it on what they find in
-    the optimizer.
-    """
-
-    slot: Slot
-
-    def __new__(cls, data: Tensor, slot: Slot) -> Piece:
-        piece: Piece = torch.Tensor._make_subclass(cls, data, True)
-        piece.slot = slot
-        return piece
-
-    # it stands for its parameter wherever somebody looks that up among the optimizer's (finetuning callbacks do)
-    def __hash__(self) -> int:
-        return hash(self.slot.parameter)
-
-    def __eq__(self, other: object) -> Any:
-        return True if other is self or other is self.slot.parameter else super().__eq__(other)
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.slot.parameter.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.slot.parameter.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Piece:
-        self.slot.parameter.requires_grad_(requires_grad)
-        return self
-
-
-class Slot:
-    """One parameter inside a bucket.
-
-    Args:
-        bucket: The bucket it lies in.
-        name: The parameter's name in the module.
-        parameter: The module's parameter.
-        offset: Its first element in the bucket's flat buffers.
-        counted: Whether this rank counts it in norms (every element of the model is counted on one rank only).
-
-    Attributes:
-        low, high: This rank's range `[low, high)` of the flattened parameter (empty where it owns nothing).
-        held: What the optimizer holds: the piece, or in stage 0 the parameter.
-        aside: The gradient published before, kept while a pipeline schedule runs ahead of Lightning's `zero_grad`.
-        used: Some microbatch since the last publication gave it a gradient, on any rank once flags are exchanged.
-        fired: It got its gradient in the backward under way.
-        given: The gradients published last had one for it, on all ranks alike.
-    """
-
-    def __init__(self, bucket: Bucket, name: str, parameter: nn.Parameter, offset: int, counted: bool) -> None:
-        self.bucket, self.name, self.parameter, self.offset, self.counted = bucket, name, parameter, offset, counted
-        self.shape, self.numel = parameter.shape, parameter.numel()
-        self.low, self.high = 0, 0
-        self.held: nn.Parameter = parameter
-        self.aside: Tensor | None = None
-        self.used = self.fired = self.given = False
-
-    @property
-    def owned(self) -> bool:
-        return self.high > self.low
-
-    def view(self, flat: Tensor) -> Tensor:
-        """The parameter's place in a full-size buffer, in its shape."""
-        return flat[self.offset : self.offset + self.numel].view(self.shape)
-
-    def part(self, shard: Tensor) -> Tensor:
-        """This rank's range of the parameter in a shard-size buffer, flat."""
-        start = self.offset + self.low - self.bucket.low
-        return shard[start : start + self.high - self.low]
 
 
 class Bucket:
@@ -108,12 +38,16 @@ class Bucket:
     Args:
         parameters: (name, parameter, counted), one dtype and device.
         data: The data-parallel axis.
-        sharded: Stages 1 and 2: cut over `data` (False: stage 0).
+        owners: Who shares the optimizer's state: the data-parallel axis, or in stage 0 an axis of size one.
         whole: Give every parameter to one rank entirely (optimizers that look at whole matrices).
         holders: The axis over pipeline stages that share these parameters, or None.
         windows: The windows of this stage that use them; empty where nobody knows.
+        master: The optimizer steps on float32 copies of the parameters.
+        gradient_dtype: In what gradients are added up and reduced; None: the parameters' own.
+        divided: Stage 3: the parameters may be released.
 
     Attributes:
+        storage: The parameters' memory where the optimizer holds pieces; None where it holds the parameters.
         launched: Its reduction was started in the backward under way.
     """
 
@@ -121,34 +55,38 @@ class Bucket:
         self,
         parameters: Sequence[tuple[str, nn.Parameter, bool]],
         data: Communicator,
+        owners: Communicator,
         *,
-        sharded: bool,
         whole: bool = False,
         holders: Communicator | None = None,
         windows: Set[int] = frozenset(),
+        master: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        divided: bool = False,
     ) -> None:
-        self.data, self.sharded, self.whole, self.holders, self.windows = data, sharded, whole, holders, windows
+        self.data, self.owners, self.whole, self.holders, self.windows = data, owners, whole, holders, windows
+        self.sharded = sharded = owners.size > 1
         self.dtype, self.device = parameters[0][1].dtype, parameters[0][1].device
+        self.gradient_dtype, self.divided = gradient_dtype or self.dtype, divided
         self.slots: list[Slot] = []
-        shards = data.size if sharded else 1
+        shards, rank = self.owners.size, self.owners.rank
         self.size = self._deal(parameters, shards) if whole and sharded else self._line_up(parameters, shards)
-        self.low, self.high = (data.rank * self.size, (data.rank + 1) * self.size) if sharded else (0, self.size)
-        self.numel = shards * self.size
-        self.parameters: Tensor | None = None  # stage 1: the flat buffer the module's parameters are views of
+        self.low, self.high, self.numel = rank * self.size, (rank + 1) * self.size, shards * self.size
         self.gradients: Tensor | None = None  # full size, from first write to landing
         self.filled: set[Slot] = set()  # slots written since `gradients` was taken
         self.pending: Tensor | None = None  # reduced, not yet published
-        self.published: Tensor | None = None  # what `.grad` of the held parameters are views of
+        self.published: Tensor | None = None  # what `.grad` of the held parameters are views of, if it is kept
         self.flight: PendingShard | Pending | None = None
         self.travels: Tensor | None = None  # the buffer that is being reduced
         self.launched = False
-        self.gathering: Pending | None = None
         for slot in self.slots:
             low, high = max(slot.offset, self.low), min(slot.offset + slot.numel, self.high)
             if low < high:
                 slot.low, slot.high = low - slot.offset, high - slot.offset
-        if sharded:
-            self._flatten()
+        self.storage: Storage | None = None
+        if sharded or master or self.gradient_dtype != self.dtype:
+            keep = whole or not sharded
+            self.storage = Storage(self.slots, self.size, self.owners, whole=keep, master=master, divided=divided)
 
     def _line_up(self, parameters: Sequence[tuple[str, nn.Parameter, bool]], shards: int) -> int:
         offset = 0
@@ -170,41 +108,6 @@ class Bucket:
             rank, start = dealt[name]
             self.slots.append(Slot(self, name, parameter, rank * size + start, counted))
         return size
-
-    def _flatten(self) -> None:
-        """Make the parameters views of one buffer (identity kept), and a piece of each."""
-        self.parameters = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-        shard = self.parameters[self.low : self.high]
-        for slot in self.slots:
-            view = slot.view(self.parameters)
-            view.copy_(slot.parameter.data)
-            slot.parameter.data = view
-            data = slot.part(shard) if slot.owned else shard[:0]
-            # a scalar keeps its shape, else its moments could not be told from the optimizer's `step`
-            if slot.owned and (self.whole or not slot.shape):
-                data = data.view(slot.shape)
-            slot.held = Piece(data, slot)
-
-    def reclaim(self) -> None:
-        """Take back parameters whose `.data` user code replaced (pruning, updates by hand), values and all.
-
-        Raises:
-            ConfigurationError: The new data has another shape or type.
-        """
-        if self.parameters is None:
-            return
-        for slot in self.slots:
-            data, place = slot.parameter.data, slot.view(self.parameters)
-            if data.data_ptr() == place.data_ptr() and data.dtype == place.dtype and data.shape == place.shape:
-                continue
-            if data.shape != place.shape or data.dtype != place.dtype:
-                raise ConfigurationError(
-                    f"the data of parameter {slot.name!r} was replaced during training by a tensor of shape "
-                    f"{tuple(data.shape)} and {data.dtype}; its optimizer state is for {tuple(place.shape)} and "
-                    f"{place.dtype}. Keep shape and type, or use zero_stage=0."
-                )
-            place.copy_(data)
-            slot.parameter.data = place
 
     # -- gradients
     def write(self, slot: Slot, take: Callable[[Bucket], Tensor]) -> None:
@@ -246,11 +149,13 @@ class Bucket:
         if self.data.size > 1:
             # the mean of (already reduced + new local) is reduced + mean(new local), so stage 0 may reduce repeatedly
             self.gradients.mul_(1 / self.data.size)
+        full = self.gradients
         if self.sharded:
-            self.flight = self.data.reduce_scatter_start(self.gradients)
+            self.flight = self.data.reduce_scatter_start(full)
         else:
-            self.flight = self.data.all_reduce_start(self.gradients)
-        self.travels, self.gradients, self.launched = self.gradients, None, True
+            flight = self.data.all_reduce_start(full)
+            self.flight = flight if self.storage is None else PendingShard(flight, lambda: full)
+        self.travels, self.gradients, self.launched = full, None, True
         self.filled.clear()
 
     def land(self, give: Callable[[Bucket], None]) -> None:
@@ -264,10 +169,10 @@ class Bucket:
             return
         add = self.pending is not None
         if self.pending is None:
-            free = self.published is not None and all(slot.held.grad is None for slot in self.slots)
-            self.pending = self.published if free else torch.empty(self.size, dtype=self.dtype, device=self.device)
-            if free:
-                self.published = None
+            if self.published is not None and all(slot.held.grad is None for slot in self.slots):
+                self.pending, self.published = self.published, None
+            else:
+                self.pending = self._new_shard()
         assert self.pending is not None
         flight.finish(self.pending, add=add)
         give(self)
@@ -280,7 +185,7 @@ class Bucket:
         if self.holders is None or not any(slot.used for slot in self.slots):
             return
         if self.pending is None:
-            self.pending = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            self.pending = self._new_shard().zero_()
         self.holders.all_reduce(self.pending)
 
     def publish(self, factor: float | Tensor = 1.0) -> bool:
@@ -291,9 +196,11 @@ class Bucket:
         """
         if self.pending is None:
             return False
+        if self.storage is not None:
+            self.pending = self.pending.to(self.storage.master.dtype)
         if isinstance(factor, Tensor) or factor != 1.0:
             self.pending.mul_(factor)
-        if not self.sharded:
+        if self.storage is None:
             for slot in self.slots:
                 if slot.used:
                     _assign_or_add(slot.parameter, slot.view(self.pending))
@@ -304,12 +211,14 @@ class Bucket:
             slot.given, slot.used = slot.used, False
         return True
 
+    def _new_shard(self) -> Tensor:
+        return torch.empty(self.size, dtype=self.gradient_dtype, device=self.device)
+
     def _publish_shard(self, pending: Tensor) -> None:
         fresh = all(slot.held.grad is None for slot in self.slots)
-        if fresh:
-            self.published = pending
-        elif self.published is None:
-            self.published = torch.empty_like(pending)
+        if fresh:  # kept to be used again for the next sums; in stage 3 memory is worth more than that
+            again = not self.divided and pending.dtype == self.gradient_dtype
+            self.published = pending if again else None
         for slot in self.slots:
             if not (slot.used and slot.owned):
                 continue
@@ -317,20 +226,9 @@ class Bucket:
             if fresh:
                 slot.held.grad = new
             elif slot.held.grad is None:
-                assert self.published is not None
-                slot.held.grad = slot.part(self.published).view(slot.held.shape).copy_(new)
+                slot.held.grad = new.clone()
             else:
                 slot.held.grad.add_(new)
-
-    # -- parameters
-    def gather_start(self) -> None:
-        """Start collecting everybody's new part of the parameters (after the optimizer's step)."""
-        if self.parameters is not None:
-            self.gathering = self.data.all_gather_start(self.parameters, self.parameters[self.low : self.high])
-
-    def gather_wait(self) -> None:
-        gathering, self.gathering = self.gathering or DONE, None
-        gathering.wait()
 
 
 def _assign_or_add(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -39,15 +39,18 @@ def classify(optimizer: Optimizer) -> Kind:
     return "whole" if "whole" in kinds else "elementwise"
 
 
-def check_fits(name: str, kind: Kind, replicas: int, parted: bool, divided: Sequence[str]) -> None:
+def check_fits(
+    name: str, kind: Kind, replicas: int, parted: bool, divided: Sequence[str], masters: bool = False
+) -> None:
     """Refuse an optimizer that looks at more than a rank holds.
 
     Args:
         name: Its class.
         kind: Its kind.
-        replicas: Data-parallel ranks its state is to be divided over.
+        replicas: Data-parallel ranks its state is to be divided over; 1: it is not.
         parted: Ranks of a replica hold different parameters (tensor or pipeline parallelism).
         divided: Its parameters that are divided over tensor-parallel ranks.
+        masters: It is to step on float32 copies of its parameters.
 
     Raises:
         ConfigurationError: It cannot be used here.
@@ -58,7 +61,13 @@ def check_fits(name: str, kind: Kind, replicas: int, parted: bool, divided: Sequ
             "pipeline parallelism. Use it with tensor_parallel_size=1, pipeline_parallel_size=1 and zero_stage=0, "
             "or choose another optimizer."
         )
-    if kind == "coupled":
+    if kind == "coupled" and masters:
+        raise ConfigurationError(
+            f"{name} updates one parameter by looking at others (or re-evaluates the model), so it cannot step on "
+            "float32 copies of bfloat16 or float16 parameters. Use master_weights=False and zero_stage=0, or another "
+            "precision."
+        )
+    if kind == "coupled" and replicas > 1:
         raise ConfigurationError(
             f"{name} updates one parameter by looking at others (or re-evaluates the model), so its state cannot be "
             f"divided over {replicas} data-parallel ranks. Use zero_stage=0."

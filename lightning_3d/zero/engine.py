@@ -11,6 +11,7 @@ their gradient last).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -19,28 +20,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
-from lightning_3d.zero.bucket import Bucket, Slot
+from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.holdings import Holdings, Share
+from lightning_3d.zero.piece import Slot
 from lightning_3d.zero.shown import Shown
 
 
 class Zero(Holdings):
-    """Reduces gradients over the data-parallel axis and shards the optimizers' state (ZeRO stages 0 to 2).
+    """Reduces gradients over the data-parallel axis and shards the optimizers' state (ZeRO stages 0 to 3).
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Collectives per
     optimizer step over dp: stage 0 all-reduces all gradients, stage 1 reduce-scatters them and all-gathers the new
     parameters; both send 2 (n-1)/n of the parameters' bytes per rank. Stage 2 reduce-scatters after every backward, so
-    with a backwards per step (batches, microbatches of a pipeline) it sends (1 + a) (n-1)/n. One byte per parameter
-    goes over `control`.
+    with a backwards per step (batches, microbatches of a pipeline) it sends (1 + a) (n-1)/n. Stage 3 gathers parameters
+    for every forward and backward of a batch in place of once: 3 a (n-1)/n, in a pipeline (one gather for all
+    microbatches) (a + b) (n-1)/n with b batches. One byte per parameter goes over `control`.
 
     Args:
         optimizers: The user's optimizers. In stage 1 their groups hold `Piece`s afterwards, at the same places.
         share: What this rank holds, and with whom.
-        stage: 0, 1 or 2.
+        stage: 0, 1, 2 or 3.
         publish_later: The backward runs before Lightning zeroes gradients (pipeline), so they are kept apart from
             `.grad` until `publish`.
         watched: Hooks of the user may look at `.grad`, so it is shown to them whole.
         keeps: They may look at it between the backwards of a step, so stage 2 reduces after the last one only.
+        master_weights: Parameters of less than float32 precision are stepped as float32 copies.
+        float32_gradients: Their gradients are added up and reduced in float32.
         bucket_bytes: Size at which a bucket is closed.
         in_flight: Reductions that may be under way at once (each keeps a full-size gradient buffer).
 
@@ -58,30 +63,47 @@ class Zero(Holdings):
         publish_later: bool = False,
         watched: bool = False,
         keeps: bool = False,
+        master_weights: bool = False,
+        float32_gradients: bool = False,
         bucket_bytes: int = 4 << 20,
         in_flight: int = 3,
     ) -> None:
-        super().__init__(optimizers, share, stage, publish_later=publish_later, keeps=keeps, bucket_bytes=bucket_bytes)
+        super().__init__(
+            optimizers,
+            share,
+            stage,
+            publish_later=publish_later,
+            keeps=keeps,
+            master_weights=master_weights,
+            float32_gradients=float32_gradients,
+            bucket_bytes=bucket_bytes,
+        )
         self._control, self._in_flight = share.control, in_flight
         self._turn: list[Bucket] = []  # the buckets the backward under way may launch, in order
         self._pool: list[Tensor] = []
         self._flying: list[Bucket] = []
         self._next = 0
+        self._limits: list[int] = []  # stage 3: how many buckets of the turn the first units of the sequence have
         self.reducing = False
         self.gradient_bytes = self.gradient_peak = 0
         self.shown = Shown(watched and not self.passive)
         for optimizer in self.optimizers:
             self._take_over(optimizer)
+        self._divide_frozen()
 
     # -- parameters
     def _after_step(self, optimizer: Optimizer) -> None:
         """All-gather the new parameters, in the order the next forward needs them."""
-        buckets = self._of_optimizer[optimizer]
+        storages = [bucket.storage for bucket in reversed(self._of_optimizer[optimizer]) if bucket.storage is not None]
+        for storage in storages:
+            storage.stepped()
+        if self.units is not None:
+            return  # they are gathered when they are needed
         with self.data.ledger.during("optimizer"):
-            for bucket in reversed(buckets):
-                bucket.gather_start()
-            for bucket in reversed(buckets):
-                bucket.gather_wait()
+            for storage in storages:
+                storage.gather_start()
+            for storage in storages:
+                storage.gather_wait()
 
     # -- gradients
     def begin(self) -> None:
@@ -89,6 +111,7 @@ class Zero(Holdings):
         for optimizer in self.optimizers:
             if any(self._is_new(p) for group in optimizer.param_groups for p in group["params"]):
                 self._adopt(optimizer)
+                self._divide_frozen()
 
     def set_aside(self, keep: bool) -> None:
         """Clear the module's `.grad` before a pipeline schedule, which runs ahead of Lightning's `zero_grad`.
@@ -99,7 +122,7 @@ class Zero(Holdings):
         """
         self.shown.collect()
         for bucket in self.buckets:
-            if not bucket.sharded and keep and bucket.gradients is None:
+            if bucket.storage is None and keep and bucket.gradients is None:
                 bucket.published = None
             for slot in bucket.slots:
                 slot.aside = slot.parameter.grad if keep else None
@@ -117,6 +140,34 @@ class Zero(Holdings):
         """The backward that follows is the last before `finish`: reduce each bucket as it fills."""
         self._arm()
         self.reducing = True
+
+    @contextmanager
+    def gathering_backward(self, last: bool) -> Iterator[None]:
+        """Around a backward: in stage 3 parameters are gathered while this is open, where a forward has begun it.
+
+        Args:
+            last: The step ends with it.
+        """
+        units = self.units
+        if units is None or not units.is_open:
+            yield
+            return
+        buckets = {b.storage: b for b in self.buckets}
+        order = [[buckets[s] for s in storages if s in buckets] for storages in units.begin_backward(self._passed)]
+        if self.reducing:
+            first = [bucket for unit in order for bucket in unit]
+            self._arm([*first, *(b for b in self.buckets if b not in first)])
+            self._limits = [0, *itertools.accumulate(map(len, order))]
+        with units.active():
+            yield
+        units.end(close=last)
+
+    def _passed(self, count: int) -> None:
+        """The backward has passed so many units of stage 3: their buckets are reduced with what they have."""
+        if self.reducing:
+            while self._next < self._limits[count]:
+                self._launch(self._turn[self._next])
+                self._next += 1
 
     @contextmanager
     def backward_of(self, window: int) -> Iterator[None]:
@@ -145,8 +196,9 @@ class Zero(Holdings):
         bucket = slot.bucket
         if self.reducing and bucket.launched:
             raise RuntimeError(
-                f"parameter {slot.name!r} got a second gradient in one backward, after the first was reduced. "
-                "Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False)."
+                f"parameter {slot.name!r} got a gradient in one backward after its gradient was reduced. "
+                "Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False)"
+                + (", or zero_stage=2." if self.units is not None else ".")
             )
         bucket.write(slot, self._take)
         slot.fired = True
@@ -165,6 +217,8 @@ class Zero(Holdings):
         with self.data.ledger.during("reduce"):
             bucket.launch(self._take)
         self._flying.append(bucket)
+        if self.units is not None and bucket.storage is not None:
+            self.units.launched(bucket.storage)
 
     def finish(self, final: bool = True) -> None:
         """After a backward that reduces: launch what is left and wait for what is under way. The sums become pending.
@@ -198,7 +252,7 @@ class Zero(Holdings):
         """Add `factor` times the pending gradients to `.grad` of what the optimizers hold."""
         published = [bucket for bucket in self.buckets if bucket.publish(factor)]
         with self.data.ledger.during("show"):
-            self.shown.show_reduced(bucket for bucket in published if bucket.sharded)
+            self.shown.show_reduced(bucket for bucket in published if bucket.storage is not None)
 
     def _exchange_flags(self) -> set[Bucket]:
         """A parameter counts as used when any rank used it; the others then add zeros to the mean.
@@ -229,7 +283,7 @@ class Zero(Holdings):
     # -- buffers
     def _take(self, bucket: Bucket) -> Tensor:
         """A full-size gradient buffer: the bucket's own in stage 0, else from the pool, else new."""
-        if not bucket.sharded:
+        if bucket.storage is None:
             if bucket.published is None:
                 bucket.published = self._allocate(bucket)
             return bucket.published
@@ -237,12 +291,13 @@ class Zero(Holdings):
             while len(self._flying) >= self._in_flight:
                 self._flying.pop(0).land(self._give)
         for index, buffer in enumerate(self._pool):
-            if buffer.dtype == bucket.dtype and buffer.device == bucket.device and buffer.numel() >= bucket.numel:
+            fits = buffer.dtype == bucket.gradient_dtype and buffer.device == bucket.device
+            if fits and buffer.numel() >= bucket.numel:
                 return self._pool.pop(index)[: bucket.numel]
         return self._allocate(bucket)
 
     def _allocate(self, bucket: Bucket) -> Tensor:
-        buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        buffer = torch.zeros(bucket.numel, dtype=bucket.gradient_dtype, device=bucket.device)
         self.gradient_bytes += buffer.nbytes
         self.gradient_peak = max(self.gradient_peak, self.gradient_bytes)
         return buffer

@@ -11,13 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.zero.bucket import Bucket, Piece, Slot
+from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import check_fits, classify
+from lightning_3d.zero.piece import Piece, Slot
+from lightning_3d.zero.storage import Storage
+from lightning_3d.zero.units import Units
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Share:
         cut: Names of the parameters that are divided over tp.
         parted: Other ranks of the replica hold other parameters (tensor or pipeline parallelism).
         windows: Name -> windows of this pipeline stage that use the parameter.
+        units: Stage 3: what is gathered together.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -45,13 +50,14 @@ class Share:
     cut: Set[str] = frozenset()
     parted: bool = False
     windows: Mapping[str, Set[int]] = field(default_factory=dict)
+    units: Units | None = None
 
 
 class Holdings(abc.ABC):
     """The buckets, and the groups of the optimizers.
 
     Args:
-        optimizers, share, stage, publish_later, bucket_bytes: As in `Zero`.
+        optimizers, share, stage, publish_later, master_weights, float32_gradients, bucket_bytes: As in `Zero`.
         keeps: See `Zero`; otherwise stage 2 gives parameters whose gradients do not come together buckets of their own.
     """
 
@@ -63,6 +69,8 @@ class Holdings(abc.ABC):
         *,
         publish_later: bool,
         keeps: bool,
+        master_weights: bool,
+        float32_gradients: bool,
         bucket_bytes: int,
     ) -> None:
         self.optimizers = list(optimizers)
@@ -74,10 +82,16 @@ class Holdings(abc.ABC):
         self._order = {id(p): i for i, p in enumerate(share.parameters.values())}
         self._held_names = {id(p): n for n, p in share.parameters.items()}
         self._holders = {name: axis for axis, group in share.shared for name in group}
+        self._masters, self._float32_gradients, self._bucket_bytes = master_weights, float32_gradients, bucket_bytes
+        converts = (master_weights or float32_gradients) and any(is_low(p) for p in share.parameters.values())
         # with one replica and no pipeline a gradient is final where autograd puts it
-        self.passive = share.data.size == 1 and not publish_later
-        self._bucket_bytes = bucket_bytes
+        self.passive = share.data.size == 1 and not publish_later and not converts
+        self.units = share.units if self.stage == 3 else None
+        self._owners = Communicator(share.data.axis) if not self.stage else share.data
+        if self.units is not None:
+            self._owners = self.units.data
         self.buckets: list[Bucket] = []
+        self._frozen: list[Bucket] = []  # stage 3: divided, but in no optimizer's hands
         self.slots: dict[nn.Parameter, Slot] = {}
         self._of_optimizer: dict[Optimizer, list[Bucket]] = defaultdict(list)
         self._kinds: dict[Optimizer, str] = {}
@@ -97,19 +111,26 @@ class Holdings(abc.ABC):
         """An optimizer has stepped."""
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        kind = self._kinds[optimizer] = classify(optimizer) if self.stage or self._parted else "elementwise"
+        masters = self._masters and any(is_low(p) for g in optimizer.param_groups for p in g["params"])
+        known = not (self.stage or self._parted or masters)
+        kind = self._kinds[optimizer] = "elementwise" if known else classify(optimizer)
         names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
-        check_fits(type(optimizer).__name__, kind, self.data.size, self._parted, sorted(names & self._cut))
+        cut = sorted(names & self._cut)
+        check_fits(type(optimizer).__name__, kind, self.data.size if self.stage else 1, self._parted, cut, masters)
         self._adopt(optimizer)
-        if self.stage:
+        if not self.passive:
             optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
             optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
 
     def release(self) -> None:
-        """Take the hooks off the parameters (another `fit` builds its own buckets)."""
+        """Take the hooks off the parameters (another `fit` builds its own buckets); in stage 3 all become whole."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        if self.units is not None:
+            self.units.end(close=True)
+            for bucket in [*self.buckets, *self._frozen]:
+                self._dissolve(bucket)
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Give every trainable parameter of the groups that is not ours yet a place in a bucket.
@@ -123,6 +144,10 @@ class Holdings(abc.ABC):
         if self.passive:
             return
         new = [p for g in optimizer.param_groups for p in g["params"] if self._is_new(p)]
+        thawed = {id(p) for p in new}
+        for bucket in [b for b in self._frozen if any(id(s.parameter) in thawed for s in b.slots)]:
+            self._frozen.remove(bucket)
+            self._dissolve(bucket)
         runs: dict[Any, list[nn.Parameter]] = defaultdict(list)
         for parameter in sorted(new, key=lambda p: -self._order[id(p)]):
             holders = self._holders.get(self._held_names[id(parameter)])
@@ -130,9 +155,11 @@ class Holdings(abc.ABC):
             if self.reduces_always:
                 # by what gets its gradients together: of a split backward, matrices later than biases and norms
                 key = (*key, frozenset(self._windows.get(self._held_names[id(parameter)], ())), parameter.ndim > 1)
+            if self.units is not None:
+                key = (*key, self.units.unit_of(self._held_names[id(parameter)]).index)
             runs[key].append(parameter)
         for run in runs.values():
-            self._of_optimizer[optimizer] += self._cut_into_buckets(optimizer, run)
+            self._of_optimizer[optimizer] += self._watched_buckets(optimizer, run)
         self.buckets.sort(key=lambda b: (b.holders is not None, -min(self._order[id(s.parameter)] for s in b.slots)))
         for group in optimizer.param_groups:
             self._replace_by_pieces(optimizer, group)
@@ -146,7 +173,7 @@ class Holdings(abc.ABC):
                 state = optimizer.state.pop(old)
                 optimizer.state[now] = {key: _cut(self.slots[old], value) for key, value in state.items()}
         # torch picks foreach by exact type, which a Piece is not
-        on_cuda = self.stage and group["params"] and group["params"][0].is_cuda
+        on_cuda = any(isinstance(p, Piece) and p.is_cuda for p in group["params"])
         if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
 
@@ -170,25 +197,8 @@ class Holdings(abc.ABC):
             return id(parameter) not in self._held_names
         return parameter.requires_grad and not isinstance(parameter, Piece) and parameter not in self.slots
 
-    def _cut_into_buckets(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        made: list[Bucket] = []
-        run: list[nn.Parameter] = []
-        for parameter in [*parameters, None]:
-            full = run and (parameter is None or sum(p.nbytes for p in run) + parameter.nbytes > self._bucket_bytes)
-            if full:
-                named = [(n := self._held_names[id(p)], p, n in self._counted) for p in run]
-                bucket = Bucket(
-                    named,
-                    self.data,
-                    sharded=self.stage > 0,
-                    whole=self._kinds[optimizer] == "whole",
-                    holders=self._holders.get(named[0][0]),
-                    windows=frozenset(self._windows.get(named[0][0], ())),
-                )
-                made.append(bucket)
-                run = []
-            if parameter is not None:
-                run.append(parameter)
+    def _watched_buckets(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        made = self._cut_into_buckets(parameters, whole=self._kinds[optimizer] == "whole")
         for bucket in made:
             for slot in bucket.slots:
                 self.slots[slot.parameter] = slot
@@ -197,9 +207,96 @@ class Holdings(abc.ABC):
         self.buckets += made
         return made
 
+    def _cut_into_buckets(self, parameters: Sequence[nn.Parameter], whole: bool = False) -> list[Bucket]:
+        made: list[Bucket] = []
+        run: list[nn.Parameter] = []
+        for parameter in [*parameters, None]:
+            full = run and (parameter is None or sum(p.nbytes for p in run) + parameter.nbytes > self._bucket_bytes)
+            if full:
+                made.append(self._bucket(run, whole))
+                run = []
+            if parameter is not None:
+                run.append(parameter)
+        return made
+
+    def _bucket(self, parameters: Sequence[nn.Parameter], whole: bool) -> Bucket:
+        named = [(n := self._held_names[id(p)], p, n in self._counted) for p in parameters]
+        first, parameter, _ = named[0]
+        low = is_low(parameter)
+        bucket = Bucket(
+            named,
+            self.data,
+            self._owners,
+            whole=whole,
+            holders=self._holders.get(first),
+            windows=frozenset(self._windows.get(first, ())),
+            master=low and self._masters and parameter.requires_grad,
+            gradient_dtype=torch.float32 if low and self._float32_gradients else None,
+            divided=self.units is not None,
+        )
+        if self.units is not None:
+            assert bucket.storage is not None
+            self.units.add(self.units.unit_of(first), bucket.storage)
+        return bucket
+
+    # -- stage 3: what is in no optimizer's hands
+    def _divide_frozen(self) -> None:
+        """Parameters that are not trained are divided, too. (A trained one that no optimizer has stays whole.)"""
+        if self.units is None:
+            return
+        divided = {id(s.parameter) for bucket in [*self.buckets, *self._frozen] for s in bucket.slots}
+        runs: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in self._parameters.items():
+            if not parameter.requires_grad and id(parameter) not in divided:
+                runs[parameter.dtype, parameter.device, self.units.unit_of(name).index].append(parameter)
+        for run in runs.values():
+            self._frozen += self._cut_into_buckets(run)
+
+    def _dissolve(self, bucket: Bucket) -> None:
+        """The parameters are whole and on their own again. Collective."""
+        assert self.units is not None
+        assert bucket.storage is not None
+        self.units.remove(bucket.storage)
+        bucket.storage.gather_start()
+        bucket.storage.gather_wait()
+        bucket.storage.dissolve()
+
+    def loaded(self) -> None:
+        """A checkpoint was read: in stage 3 into what the optimizers step on, else into the parameters."""
+        for storage in self.storages:
+            if storage.divided:
+                storage.stepped()
+
+    @property
+    def stepped_in_float32(self) -> set[str]:
+        """Names of the parameters, also of other stages, that get float32 masters if they have less precision."""
+        if not self._masters:
+            return set()
+        return {name for groups in self.group_names.values() for group in groups for name in group}
+
+    @property
+    def storages(self) -> list[Storage]:
+        """The memory of all parameters that are views of flat buffers."""
+        return [b.storage for b in [*self.buckets, *self._frozen] if b.storage is not None]
+
+    def slot_of(self, parameter: nn.Parameter) -> Slot | None:
+        """The place of a parameter in a bucket, if it has one."""
+        slot = self.slots.get(parameter)
+        if slot is not None or not self._frozen:
+            return slot
+        return next((s for bucket in self._frozen for s in bucket.slots if s.parameter is parameter), None)
+
     def _reclaim(self, optimizer: Optimizer) -> None:
+        if self.units is not None:
+            self.units.end()
         for bucket in self._of_optimizer[optimizer]:
-            bucket.reclaim()
+            if bucket.storage is not None:
+                bucket.storage.reclaim()
+
+    def reclaim(self) -> None:
+        """Take over what user code did to parameters since the last step, for all optimizers."""
+        for storage in self.storages:
+            storage.reclaim()
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """Names of the parameters of every group, in order, as one process would number them."""
@@ -228,7 +325,12 @@ def _cut(slot: Slot, value: Any) -> Any:
     """This rank's part of a full-size state tensor; anything else as it is."""
     if not isinstance(value, Tensor) or value.numel() != slot.numel or slot.held is slot.parameter:
         return value
-    if slot.bucket.whole:
-        return value if slot.owned else value.new_empty(0)
-    part = value.detach().reshape(-1)[slot.low : slot.high].clone()
-    return part.view(slot.held.shape) if not slot.shape else part
+    if not slot.owned:
+        return value.new_empty(0)
+    dtype = slot.held.dtype if value.dtype == slot.parameter.dtype else value.dtype
+    return value.detach().reshape(-1)[slot.low : slot.high].to(dtype, copy=True).view(slot.held.shape)
+
+
+def is_low(parameter: Tensor) -> bool:
+    """Whether a parameter has less than float32 precision."""
+    return parameter.is_floating_point() and parameter.dtype.itemsize < 4

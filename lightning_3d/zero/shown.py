@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.zero.bucket import Bucket, Piece, Slot
+from lightning_3d.zero.bucket import Bucket
+from lightning_3d.zero.piece import Piece, Slot
 
 
 class Shown:
@@ -29,14 +30,15 @@ class Shown:
         self._aside: set[Slot] = set()
 
     def show_reduced(self, buckets: Iterable[Bucket]) -> None:
-        """The published gradients of sharded buckets, whole.
+        """The published gradients of buckets whose pieces hold them, whole.
 
         Collectives: per bucket an all-gather over dp of the gradients' bytes; every rank gives the same buckets.
         """
         if not self.wanted:
             return
         for bucket in buckets:
-            whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            assert bucket.storage is not None
+            whole = torch.zeros(bucket.numel, dtype=bucket.storage.master.dtype, device=bucket.device)
             shard = whole[bucket.low : bucket.high]
             for slot in bucket.slots:
                 if slot.owned and slot.held.grad is not None:
@@ -44,7 +46,7 @@ class Shown:
                     part.copy_(slot.held.grad.reshape(-1))
                     slot.held.grad = part.view(slot.held.shape)
             bucket.published = None  # its memory is the hook's now
-            bucket.data.all_gather_start(whole, shard).wait()
+            bucket.owners.all_gather_start(whole, shard).wait()
             for slot in bucket.slots:
                 if slot.given:
                     self._show(slot, slot.view(whole))
@@ -98,5 +100,7 @@ class Shown:
         self._aside.clear()
 
     def _show(self, slot: Slot, gradient: Tensor) -> None:
+        if gradient.dtype != slot.parameter.dtype:
+            slot.parameter.grad_dtype = None  # it may be float32 where the parameter has less
         slot.parameter.grad = gradient
         self._shown[slot] = gradient

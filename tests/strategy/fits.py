@@ -97,7 +97,8 @@ def fit(case: Case, strategy: Any, **trainer_options: Any) -> dict[str, Any]:
 def replica_difference(strategy: ThreeDStrategy) -> float:
     """Largest difference between copies of a parameter: over dp, over tp if it is not cut, over stages that share."""
     engine, mesh = strategy.engine, strategy.mesh
-    mine = {n: p.detach().clone() for n, p in engine.held.items()}
+    with strategy.whole_parameters():
+        mine = {n: p.detach().clone() for n, p in engine.held.items()}
     cut = {n for n in mine if engine.placement(n) is not None}
     worst = 0.0
     for axis, skip in ((mesh.data, set()), (mesh.tensor, cut), (mesh.pipeline, set())):

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_3d import ThreeDStrategy
@@ -40,6 +41,16 @@ def replaced_before_step(self: Any, optimizer: Any) -> None:
 
 def clipped_by_torch(self: Any, optimizer: Any) -> None:
     clip_grad_norm_(self.parameters(), 0.05)
+
+
+def scaled_by_norms(self: Any, optimizer: Any) -> None:
+    """With every parameter's norm and that of all, which must be those of whole gradients."""
+    norms = grad_norm(self, 2)
+    for n, p in self.named_parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.1 / (norms[f"grad_2.0_norm/{n}"] + norms["grad_2.0_norm_total"]))
+    part = grad_norm(self.net[-1], "inf")
+    assert set(part) == {"grad_inf_norm/weight", "grad_inf_norm/bias", "grad_inf_norm_total"}
 
 
 def clipped_as_the_optimizer_sees_them(self: Any, optimizer: Any) -> None:
@@ -92,6 +103,7 @@ CASES: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     ),
     "replaced, then clipped by norm": ({"on_before_optimizer_step": replaced_before_step}, {"gradient_clip_val": 0.05}),
     "torch's clip_grad_norm_": ({"on_before_optimizer_step": clipped_by_torch}, {}),
+    "Lightning's grad_norm": ({"on_before_optimizer_step": scaled_by_norms}, {}),
     "the same on the optimizer's": ({"on_before_optimizer_step": clipped_as_the_optimizer_sees_them}, {}),
     "configure_gradient_clipping": ({"configure_gradient_clipping": clipping_overridden}, {}),
 }

@@ -12,12 +12,13 @@ from tests.strategy.callbacks import fits
 
 preload("tests.models", "tests.strategy.callbacks")
 TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"zero_stage": 1}
+DIVIDED = {"zero_stage": 3, "bucket_size_mb": 0.001}
 CASES: dict[str, list[dict[str, Any]]] = {
-    "finetune": [TP, PP, DP],
+    "finetune": [TP, PP, DP, DIVIDED],
     "average": [DP, {"zero_stage": 0}, {"save_distributed_checkpoint": False}],
     "prune": [{"zero_stage": 0}],
     "replace": [TP, PP, DP],
-    "adagrad": [TP, {**TP, "zero_stage": 0}, PP, DP],
+    "adagrad": [TP, {**TP, "zero_stage": 0}, PP, DP, DIVIDED],
 }
 
 

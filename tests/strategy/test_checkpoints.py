@@ -18,13 +18,13 @@ def sizes(tp: int, pp: int, **more: Any) -> dict[str, Any]:
 CASES = [
     (sizes(2, 1), sizes(2, 1), "gpt_tied", "adamw", False),
     (sizes(1, 2), sizes(1, 2), "gpt_tied", "adamw", False),
-    (sizes(1, 1), sizes(1, 1), "gpt_tied", "adamw", False),
+    (sizes(1, 1, zero_stage=3), sizes(2, 1, zero_stage=3), "gpt_tied", "adamw", False),
     (sizes(2, 2), sizes(2, 2), "gpt_tied", "adamw", False),
     (sizes(2, 2), sizes(1, 1, zero_stage=0), "gpt_tied", "adamw", False),
-    (sizes(1, 1), sizes(2, 2), "gpt_tied", "adamw", False),
+    (sizes(1, 1), sizes(1, 2, zero_stage=3), "gpt_tied", "adamw", False),
     (sizes(1, 2), sizes(2, 1), "mlp", "sgd", False),
     (sizes(2, 2), sizes(2, 2), "gpt_tied", "adamw", True),
-    (sizes(1, 1), sizes(1, 2), "mlp", "sgd", True),
+    (sizes(1, 1, zero_stage=3), sizes(1, 2), "mlp", "sgd", True),
     (sizes(4, 1), sizes(2, 2), "llama_full", "adamw", False),  # pairs of ranks share a key/value head
     (sizes(1, 2), sizes(4, 1), "llama_full", "adamw", False),
 ]

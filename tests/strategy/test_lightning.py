@@ -50,7 +50,8 @@ def test_precisions(precision: str, close: float) -> None:
 
 def test_fit_test_and_predict_with_batches_of_changing_size() -> None:
     want = launch(lightnings.evaluate, 1, None)[0]
-    for layout, world in ((sizes(2), 2), (sizes(1, 2), 2), (sizes(1, 2, num_microbatches=5), 2), (sizes(2, 2), 4)):
+    layouts = (sizes(2), sizes(1, 2), sizes(1, 2, num_microbatches=5), sizes(zero_stage=3, bucket_size_mb=0.002))
+    for layout, world in (*((layout, 2) for layout in layouts), (sizes(2, 2), 4)):
         ranks = launch(lightnings.evaluate, world, layout)
         for got in ranks:
             assert got["steps"] == want["steps"] == 6

@@ -1,4 +1,4 @@
-"""ZeRO-2 in whole fits, with every axis, schedule and accumulation, against one process."""
+"""ZeRO-2 and 3 in whole fits, with every axis, schedule and accumulation, against one process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(**strategy: Any) -> list[Case]:
+def cases(stages: tuple[int, ...] = (2,), **strategy: Any) -> list[Case]:
     parts = (2, strategy.get("num_microbatches", 1))
     return [
         Case(model, accumulate=accumulate, clip=clip, optimizer=optimizer, steps=3, samples=16, parts=parts,
-             strategy={"zero_stage": 2, "bucket_size_mb": 0.002, **strategy})
+             strategy={"zero_stage": stage, "bucket_size_mb": 0.002, **strategy})
+        for stage in stages
         for model, accumulate, clip, optimizer in (
             ("gpt_tied", 1, None, "sgd"), ("gpt_tied", 3, 0.3, "adamw"), ("mlp", 2, None, "adamw")
         )
@@ -37,16 +38,17 @@ def cases(**strategy: Any) -> list[Case]:
 
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=["dp2", "tp2 x dp2"])
 def test_without_pipeline(layout: tuple[int, int, int]) -> None:
-    check(layout, cases())
+    check(layout, cases((2, 3)))
 
 
 @pytest.mark.parametrize("schedule", PIPELINES)
 def test_with_pipeline(schedule: str) -> None:
-    check((1, 2, 2), cases(num_microbatches=4, **PIPELINES[schedule]))
+    stages = (2, 3) if schedule in ("1f1b", "zb_v") else (2,)
+    check((1, 2, 2), cases(stages, num_microbatches=4, **PIPELINES[schedule]))
 
 
 def test_with_tensor_and_pipeline() -> None:
-    check((2, 2, 2), cases(num_microbatches=2))
+    check((2, 2, 2), cases((2, 3), num_microbatches=2))
 
 
 @pytest.mark.parametrize("layout", [sizes(), sizes(1, 2, num_microbatches=4)], ids=["dp2", "pp2 x dp2"])
@@ -66,3 +68,14 @@ def test_replicas_with_other_numbers_of_microbatches() -> None:
     for difference, error in launch(zeros.uneven_last_batch, 4, sizes(1, 2, num_microbatches=4, zero_stage=2)):
         assert difference == 0.0
         assert error <= 1e-9
+
+
+@pytest.mark.parametrize(("precision", "bytes_each"), [("32-true", (4, 4, 8)), ("bf16-true", (2, 2, 12))])
+def test_memory_is_the_formula(precision: str, bytes_each: tuple[int, int, int]) -> None:
+    """Parameters, gradients (while batches are accumulated) and optimizer state of one of two ranks."""
+    for stage in range(4):
+        shared = (stage > 2, stage > 1, stage > 0)
+        for count, found in launch(zeros.memory, 2, sizes(zero_stage=stage), precision):
+            for kind, each, divided in zip(("parameters", "gradients", "optimizer"), bytes_each, shared, strict=True):
+                formula = count * each / (2 if divided else 1)
+                assert formula * 0.99 <= found[kind] <= formula * 1.01 + zeros.BUCKET, (stage, kind)

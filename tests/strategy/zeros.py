@@ -39,6 +39,20 @@ class Gradients(pl.Callback):
         self.kept = max(self.kept, _storages(tensors))
 
 
+def memory(sizes: dict[str, Any], precision: str) -> tuple[int, dict[str, float]]:
+    """(number of parameters, bytes of this rank for each kind): between steps, gradients between batches."""
+    strategy = ThreeDStrategy(bucket_size_mb=BUCKET / 2**20, **sizes)
+    watch = Gradients()
+    trainer = trainer_for(strategy, accumulate_grad_batches=3, callbacks=[watch], max_epochs=1, precision=precision)
+    torch.manual_seed(3)
+    module = models.LitMLP(dim=96, depth=2)
+    module.optimizer = "adamw"
+    columns = models.vectors(48).columns
+    trainer.fit(module, DataLoader(models.Samples({**columns, "x": columns["x"].float()}), batch_size=8))
+    report = strategy.memory_report()
+    return sum(p.numel() for p in module.parameters()), {**report, "gradients": watch.kept}
+
+
 def gradient_bytes(sizes: dict[str, Any]) -> tuple[int, int, int]:
     """(bytes of this rank's parameters, most gradients between batches, most at any time)."""
     strategy = ThreeDStrategy(bucket_size_mb=BUCKET / 2**20, **sizes)

@@ -1,0 +1,289 @@
+"""WHEN has a part of the model its values (stage 3)?  Units are gathered for their use, and released after it.
+
+A unit is a block of the model, or a large layer outside of blocks; what is left is the root. In a forward a unit is
+gathered when it is entered, while the one before it runs (prefetch), and released when it is left; in the backward it
+is gathered when autograd needs a weight of it, and released when its last gradient is on its way.
+
+Gathers are collective, so all replicas must begin the same ones in the same order, also where a replica's batch takes
+another path. Hence a *sequence* is agreed on: in a forward all units, in the order of the forward before; in a backward
+those that any replica needs, backwards. A rank that needs a unit gathers all before it in the sequence; at the end of a
+pass the rest follows. What is needed out of turn (a block that runs twice) is agreed on at that moment.
+
+A rank that waits for a gather must not hold up a reduction another one waits for, so before it waits it reduces the
+gradients of all units that the backward has passed, zeros where its batch gave none. (Autograd runs what was computed
+later first: when it needs a unit, all that ran after that unit is done.)
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.comm import Communicator
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.wrapping import wrapped_forwards
+from lightning_3d.zero.kept import Kept
+from lightning_3d.zero.released import refused
+from lightning_3d.zero.storage import Storage
+from lightning_3d.zero.unit import Unit, merged
+
+
+class Units:
+    """The units of a model, and which of them have their values.
+
+    Args:
+        modules: Name -> module of every unit but the root; empty: the whole model is gathered for every step.
+        names: Names of the parameters of each, in the same order.
+        data: The data-parallel axis, as a group of its own: reductions are under way at the same time.
+        control: The same axis on the CPU.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        names: Iterable[Iterable[str]],
+        data: Communicator,
+        control: Communicator,
+    ) -> None:
+        self.data, self._control = data, control
+        self.root = Unit("", 0)
+        self.units = [self.root, *(Unit(name, i) for i, name in enumerate(modules, 1))]
+        self._modules = list(zip(modules.values(), self.units[1:], strict=True))
+        self._of_name = {n: unit for unit, own in zip(self.units[1:], names, strict=True) for n in own}
+        self._forward = list(self.units)  # the sequence of forwards
+        self._sequence: list[Unit] = []
+        self._several: Set[Unit] = frozenset()  # what of it is used in several places
+        self._here: Set[Unit] = frozenset()  # what of it is whole on all replicas, so that nobody gathers it
+        self._next = 0
+        self._met: list[Unit] = []  # in the order they were needed in this forward
+        self.is_open = self._backward = self._training = False
+        self._used: list[Unit] = []  # in the backward under way, and not released yet
+        self._last: Unit | None = None  # what it needed last
+        self._passed: Callable[[int], None] = lambda _: None
+
+    def unit_of(self, parameter: str) -> Unit:
+        """The unit a parameter belongs to."""
+        return self._of_name.get(parameter, self.root)
+
+    def add(self, unit: Unit, storage: Storage) -> None:
+        """Divide a storage: from now on it has its values only while its unit is in use."""
+        unit.storages.append(storage)
+        storage.release(partial(self._read, unit))
+
+    def remove(self, storage: Storage) -> None:
+        """It is no part of a unit any more."""
+        for unit in self.units:
+            if storage in unit.storages:
+                unit.storages.remove(storage)
+
+    @contextmanager
+    def all_whole(self) -> Iterator[None]:
+        """All parameters have their values while this is open. Collective; changes must be the same on all ranks."""
+        inside = self.is_open
+        for unit in self.units:
+            if inside:
+                unit.stays = True
+                self.need(unit)
+            else:
+                unit.start()
+                unit.wait()
+        yield
+        for unit in self.units if not inside else ():
+            self._release(unit)
+
+    # -- passes
+    def begin(self, training: bool) -> None:
+        """Before a step."""
+        self.end()
+        self.is_open, self._training = True, training
+        self._pass(self._forward)
+        self.root.stays = True
+        self.need(self.root)
+
+    def begin_backward(self, passed: Callable[[int], None]) -> list[list[Storage]]:
+        """Before autograd runs. Collective: the rest of the forward's gathers, and one exchange of flags.
+
+        Args:
+            passed: Told how many units of the sequence the backward has passed.
+
+        Returns:
+            The storages of the sequence's units, whose gradients come in this order. (Not those of units that are used
+            in several places.)
+        """
+        self._finish_sequence()
+        order = [u for u in self._met if u is not self.root]
+        moved = [u for u in self._forward if u in self._met and u is not self.root] != order
+        flags = [flag for u in self.units for flag in (u.saved, u.again, u.stays, not u.is_whole)]
+        seen = torch.tensor([*flags, moved], dtype=torch.uint8)
+        if self.data.size > 1:
+            self._control.all_reduce(seen, "max")
+        *values, order_differs = map(bool, seen.tolist())
+        several, here = set(), set()  # whole on all replicas
+        for unit, *flags in zip(self.units, values[::4], values[1::4], values[2::4], values[3::4], strict=True):
+            unit.saved, unit.again = flags[:2]
+            unit.waiting = {s for s in unit.storages if any(slot.parameter.requires_grad for slot in s.slots)}
+            if unit.again or flags[2]:
+                several.add(unit)
+            if not flags[3]:
+                here.add(unit)
+        if order_differs:
+            orders = self._control.all_gather_object([u.index for u in order])
+            self._forward = [self.units[i] for i in merged([u.index for u in self._forward], orders)]
+        self._backward, self._passed = True, passed
+        self._pass([u for u in reversed(self._forward) if u.saved and u is not self.root], here)
+        self._several = several
+        return [[] if u in several else list(u.storages) for u in self._sequence]
+
+    def end(self, close: bool = False) -> None:
+        """After a pass: every unit is released. Collective: the rest of the pass's gathers.
+
+        Args:
+            close: The step is over.
+        """
+        if self.is_open:
+            self._finish_sequence()
+            for unit in self.units:
+                unit.saved = unit.stays = unit.recomputes = False
+                unit.waiting.clear()
+                unit.depth = 0
+                self._release(unit)
+            self._met.clear()
+            self._used.clear()
+            self._backward, self._passed = False, lambda _: None
+            self._pass(self._forward)
+        self.is_open = self.is_open and not close
+
+    def _pass(self, sequence: list[Unit], here: Set[Unit] = frozenset()) -> None:
+        self._sequence, self._here, self._next, self._last = sequence, here, 0, None
+
+    def _finish_sequence(self) -> None:
+        for index, unit in enumerate(self._sequence[self._next :], self._next):
+            self._start(unit)
+            self._passed(index)
+            self._release_coming()
+        self._next = len(self._sequence)
+        self._passed(self._next)
+        self._release_coming()
+
+    def _release_coming(self) -> None:
+        """Give back what has been gathered for others: this rank's batch took another path."""
+        for unit in self.units:
+            if unit.coming and not unit.stays:
+                self._release(unit)
+
+    # -- needs
+    def need(self, unit: Unit) -> None:
+        """Gather a unit, and begin with the next of the sequence."""
+        if not self._backward and unit not in self._met:
+            self._met.append(unit)
+        if unit is self._last and unit.is_whole:
+            return
+        self._last = unit
+        if unit in self._sequence[self._next :]:
+            until = self._sequence.index(unit, self._next) + 1
+            for other in self._sequence[self._next : until + 1]:
+                self._start(other)
+            self._next = until
+        if not unit.is_whole and not unit.coming:
+            self._agree(unit)
+            unit.again = unit.stays = True
+            unit.start()
+        if self._backward:
+            self._move_on(unit)
+        unit.wait()
+
+    def _start(self, unit: Unit) -> None:
+        if unit not in self._here:
+            with self.data.ledger.during("gather"):
+                unit.start()
+
+    def _move_on(self, unit: Unit) -> None:
+        """The backward has come to a unit, so it is done with those that ran after it."""
+        if unit in self._sequence and unit not in self._several:
+            self._passed(self._sequence.index(unit))
+        for other in [u for u in self._used if u is not unit and u.is_done]:
+            self._used.remove(other)
+            self._release(other)
+        if unit not in self._used:
+            self._used.append(unit)
+
+    def _agree(self, unit: Unit) -> None:
+        """All replicas need the same unit out of turn."""
+        wanted = self._control.all_gather_object(unit.index) if self.data.size > 1 else [unit.index]
+        if len(set(wanted)) > 1:
+            names = ", ".join(f"replica {r}: {self.units[i].name or 'the root'}" for r, i in enumerate(wanted))
+            raise ConfigurationError(
+                "with zero_stage=3 the replicas gather parameters together, but they need different parts of the model "
+                f"for a second time in one step ({names}). A block that runs more than once in a step must do so on "
+                "all replicas alike. Use zero_stage=2."
+            )
+
+    def _read(self, unit: Unit, name: str, what: str) -> None:
+        """Somebody reads a parameter that has no values now, outside of its unit's forward."""
+        if not self.is_open:
+            raise refused(name, what)
+        if self._backward:
+            unit.recomputes = True
+        else:
+            unit.stays = unit.saved = True  # autograd may keep views of it that we do not see
+        self.need(unit)
+
+    # -- releases
+    def launched(self, storage: Storage) -> None:
+        """The gradients of a storage are on their way."""
+        for unit in self.units:
+            if storage in unit.waiting:
+                unit.waiting.discard(storage)
+                if unit.is_done and not unit.recomputes:
+                    self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        unit.wait()
+        for storage in unit.storages:
+            if storage.is_whole:
+                storage.release(partial(self._read, unit))
+
+    # -- forwards
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Units are gathered when their forwards begin, and released when they end, while this is open."""
+        if not self.is_open:
+            yield
+            return
+        with wrapped_forwards((module, partial(self._gathered, unit)) for module, unit in self._modules):
+            yield
+
+    def _gathered(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.need(unit)
+            unit.depth += 1
+            kept = Kept(unit, self.need)
+            try:
+                if not torch.is_grad_enabled():
+                    return forward(*args, **kwargs)
+                with saved_tensors_hooks(kept.pack, kept.unpack):
+                    out = forward(*args, **kwargs)
+                if not kept.saw_any and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
+                    unit.saved = True  # a checkpoint inside has it
+                return out
+            finally:
+                unit.depth -= 1
+                self._leave(unit)
+
+        return call
+
+    def _leave(self, unit: Unit) -> None:
+        if self._backward or unit.depth or unit.stays or unit.again:
+            return
+        if self._training and torch.is_grad_enabled() and unit is self._forward[-1]:
+            return  # the first that the backward needs
+        self._release(unit)
