@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import Progress, Result, Table, quiet
@@ -19,7 +20,9 @@ from lightning_3d.testing import run_distributed
 
 PARTS = 2
 DDP, SINGLE = "Lightning DDPStrategy", "Lightning SingleDeviceStrategy"
+FULLY_SHARD = "ModelParallelStrategy (fully_shard)"
 ZERO_0, ZERO_1 = "ThreeDStrategy(zero_stage=0)", "ThreeDStrategy() (ZeRO-1)"
+ZERO_2, ZERO_3 = "ThreeDStrategy(zero_stage=2)", "ThreeDStrategy(zero_stage=3)"
 
 
 class Tiny(L.LightningModule):
@@ -37,12 +40,21 @@ class Tiny(L.LightningModule):
 
 
 def gpt_ranks(sizes: dict[str, int], rounds: int, turn: int) -> dict[str, Measured]:
-    """One of two ranks: DDP, ZeRO-0 and ZeRO-1 in turns."""
+    """One of two ranks: DDP, all stages of ZeRO, and `fully_shard`, in turns."""
     quiet()
     example = load_example()
 
-    def build(strategy: Callable[[], Any]) -> tuple[L.LightningModule, Any, Any]:
-        module = example.GPTModule(
+    class Sharded(example.GPTModule):
+        """What Lightning asks its user to write for `fully_shard`."""
+
+        def configure_model(self) -> None:
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    def build(strategy: Callable[[], Any], kind: Any = example.GPTModule) -> tuple[L.LightningModule, Any, Any]:
+        module = kind(
             width=sizes["width"], layers=sizes["layers"], heads=4, sequence=sizes["sequence"], decay_steps=1000
         )
         samples = sizes["batch"] * 2 * ((rounds + 1) * turn + 1)
@@ -53,6 +65,9 @@ def gpt_ranks(sizes: dict[str, int], rounds: int, turn: int) -> dict[str, Measur
         Variant(DDP, lambda: build(DDPStrategy)),
         Variant(ZERO_0, lambda: build(lambda: ThreeDStrategy(zero_stage=0))),
         Variant(ZERO_1, lambda: build(ThreeDStrategy)),
+        Variant(ZERO_2, lambda: build(lambda: ThreeDStrategy(zero_stage=2))),
+        Variant(ZERO_3, lambda: build(lambda: ThreeDStrategy(zero_stage=3))),
+        Variant(FULLY_SHARD, lambda: build(lambda: ModelParallelStrategy(2, 1), Sharded)),
     ]
     return take_turns(variants, devices=2, rounds=rounds, turn=turn)
 

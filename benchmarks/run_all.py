@@ -32,12 +32,14 @@ from benchmarks import (  # noqa: E402
     setup_time,
     tensor_overhead,
     tensor_parallel,
+    zero_memory,
 )
 from benchmarks.common import Result, machine  # noqa: E402
 from lightning_3d.observe import plain_table, show  # noqa: E402
 
 BENCHMARKS: dict[str, Any] = {
     "data_parallel": data_parallel,
+    "zero_memory": zero_memory,
     "tensor_parallel": tensor_parallel,
     "tensor_overhead": tensor_overhead,
     "pipeline_bubble": pipeline_bubble,
