@@ -61,7 +61,7 @@ class Units:
         self._of_name = {n: unit for unit, own in zip(self.units[1:], names, strict=True) for n in own}
         self._forward = list(self.units)  # the sequence of forwards
         self._sequence: list[Unit] = []
-        self._several: Set[Unit] = frozenset()  # what of it is used in several places
+        self._several: Set[Unit] = frozenset()  # what of it is used in several places of a step
         self._here: Set[Unit] = frozenset()  # what of it is whole on all replicas, so that nobody gathers it
         self._next = 0
         self._met: list[Unit] = []  # in the order they were needed in this forward
@@ -127,7 +127,7 @@ class Units:
         if self.data.size > 1:
             self._control.all_reduce(seen, "max")
         *values, order_differs = map(bool, seen.tolist())
-        several, here = set(), set()  # whole on all replicas
+        several, here = set(), set()
         for unit, *flags in zip(self.units, values[::4], values[1::4], values[2::4], values[3::4], strict=True):
             unit.saved, unit.again = flags[:2]
             unit.waiting = {s for s in unit.storages if any(slot.parameter.requires_grad for slot in s.slots)}
