@@ -78,13 +78,21 @@ class Sleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One window's work: a unit of time in forward, one for the gradient of the input, one for that of the weight."""
+    """One window's work: a unit of time in forward, one for the gradient of the input, one for that of the weight.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: The unit.
+        pieces: The two gradients are nodes of their own in autograd's graph, so that a zero-bubble schedule can divide
+            them. Otherwise they come together, as a plain product's do.
+    """
+
+    def __init__(self, seconds: float, pieces: bool) -> None:
         super().__init__()
-        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+        self.linear, self.seconds, self.pieces = nn.Linear(WIDTH, WIDTH), seconds, pieces
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.pieces:
+            return Sleep.apply(self.linear(x), self.seconds, 2 * self.seconds)
         weight = Sleep.apply(self.linear.weight, 0.0, self.seconds)
         return Sleep.apply(nn.functional.linear(x, weight, self.linear.bias), self.seconds, self.seconds)
 
@@ -92,9 +100,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """One block per window, and a step as a LightningModule has it."""
 
-    def __init__(self, windows: int, seconds: float) -> None:
+    def __init__(self, windows: int, seconds: float, pieces: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(seconds) for _ in range(windows))
+        self.blocks = nn.ModuleList(Block(seconds, pieces) for _ in range(windows))
 
     def block(self, window: int) -> Block:
         block = self.blocks[window]
@@ -160,7 +168,7 @@ def stage_rank(stages: int, counts: list[int], seconds: float, repeats: int, pee
     torch.manual_seed(0)
     runs: dict[str, tuple[Callable[[], Any], Model, list[int]]] = {}
     for case in cases(counts, stages):
-        original = Model(stages * case.virtual, seconds)
+        original = Model(stages * case.virtual, seconds, case.schedule.startswith("zb"))
         batch = (torch.randn(case.count * SAMPLES, WIDTH), torch.randn(case.count * SAMPLES, WIDTH))
         mine, theirs = copy.deepcopy(original), copy.deepcopy(original)
         runs[f"{case}/{OURS}"] = _swapped(mine, _ours(mine, mesh, case, batch))
@@ -208,11 +216,12 @@ def run(smoke: bool, progress: Progress) -> Result:
                 **({"gradient_error": _gradient_error(ranks, str(case))} if peer else {}),
             }
     setting = (
-        "One process per stage, one block per window that sleeps one unit of time in forward, one for the gradient of "
-        "its input and one for that of its weight (both systems run the same modules). `PipelineRunner.train_step` "
-        "against the schedules of `torch.distributed.pipelining` (shapes given, no extra forward; for zb_h1 its "
-        "ScheduleInterleavedZeroBubble with one window per stage), in one launch, in turns, from a start time all "
-        "ranks agree on. Bubble = 1 - slept / (p x makespan). CPU: ms per rank and step. Median (quartiles)."
+        "One process per stage, one block per window that sleeps one unit of time in forward and two in backward, for "
+        "zero bubble one for the gradient of its input and one for that of its weight (both systems run the same "
+        "modules). `PipelineRunner.train_step` against the schedules of `torch.distributed.pipelining` (shapes given, "
+        "no extra forward; for zb_h1 its ScheduleInterleavedZeroBubble with one window per stage), in one launch, in "
+        "turns, from a start time all ranks agree on. Bubble = 1 - slept / (p x makespan). CPU: ms per rank and step. "
+        "Median (quartiles)."
     )
     header = ["unit, ms", "p", "schedule", "m", "formula", "ours", "torch", "CPU: ours", "CPU: torch"]
     return Result("pipeline_bubble", setting, [Table("bubble", header, rows)], data)
