@@ -93,10 +93,15 @@ class Pending(Protocol):
 
     def wait(self) -> Any: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class _Done:
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 DONE: Pending = _Done()
@@ -107,6 +112,9 @@ class PendingShard:
 
     def __init__(self, work: Pending, result: Any) -> None:
         self._work, self._result = work, result
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
 
     def finish(self, out: Tensor, add: bool = False) -> None:
         """Wait, then put this rank's sum into `out` (`add`: on top of what is there)."""

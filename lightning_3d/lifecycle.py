@@ -52,6 +52,7 @@ from lightning_3d.suitability import (
     check_is_made,
     check_is_whole,
     is_overridden,
+    warn_of_views,
 )
 from lightning_3d.surrogate import surrogate_loss
 from lightning_3d.surroundings import Surroundings
@@ -152,6 +153,9 @@ class Lifecycle(Saving):
         if first:
             check_is_made(module)
             check_is_whole(module)
+            layout = self.mesh.layout
+            if layout.replica_size > 1 or (layout.dp > 1 and layout.zero):
+                warn_of_views(module)
         if fitting:
             check_can_be_trained(module, self.mesh.layout, trainer.callbacks, self._settings.num_microbatches)
         if first:

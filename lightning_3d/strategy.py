@@ -309,6 +309,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
+        self._before_collective()
         axis = self._mesh.data if group is None else ProcessCommunicator("user", group, self.root_device)
         name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower().rpartition(".")[2]
         value = tensor.detach().clone()
@@ -323,8 +324,26 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         """One decision over all ranks."""
         if self._mesh is None:
             return decision
+        self._before_collective()
         flag = torch.tensor([int(decision)], device=self.root_device)
         return bool(self._mesh.world.all_reduce(flag, "min" if all else "max").item())
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._before_collective()
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._before_collective()
+        return super().broadcast(obj, src)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_collective()
+        return super().all_gather(*args, **kwargs)
+
+    def _before_collective(self) -> None:
+        """With ZeRO-3 nobody may wait here for a replica that waits for this one's part in a gather."""
+        if self._engine is not None and self._engine.units is not None:
+            self._engine.units.start_rest()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
@@ -145,3 +146,24 @@ def _reads_loader(module: Any) -> bool:
 def _changes_buffers(module: Any) -> bool:
     """With every forward, other than BatchNorm."""
     return isinstance(module, _SpectralNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
+
+
+def warn_of_views(module: Any) -> None:
+    """Say what will go stale when parameters move into buffers of their own: tensors that share their memory."""
+    owners = {p.untyped_storage()._cdata: n for n, p in module.named_parameters() if not p.is_meta}
+    for path, part in module.named_modules():
+        for key, value in vars(part).items():
+            if f"{key}_orig" in part._parameters:  # computed anew by a hook
+                continue
+            for leaf in tree_leaves(value):
+                owner = owners.get(leaf.untyped_storage()._cdata) if _is_plain(leaf) else None
+                if owner is not None:
+                    rank_zero_warn(
+                        f"{f'{path}.{key}' if path else key} shares its memory with parameter {owner!r} (a view made "
+                        "before training). Parameters get memory of their own with the optimizer's shards, or are cut, "
+                        "so training will not change it. Make the view where it is used (a property, or in forward)."
+                    )
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) is Tensor and not value.is_meta

@@ -12,6 +12,7 @@ their gradient last).
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,9 @@ from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.holdings import Holdings, Share
 from lightning_3d.zero.piece import Slot
 from lightning_3d.zero.shown import Shown
+
+_PATIENCE = 1.0
+"""Seconds a backward waits for a reduction before it takes another buffer."""
 
 
 class Zero(Holdings):
@@ -83,6 +87,7 @@ class Zero(Holdings):
         self._pool: list[Tensor] = []
         self._flying: list[Bucket] = []
         self._next = 0
+        self._patience = _PATIENCE
         self._limits: list[int] = []  # stage 3: how many buckets of the turn the first units of the sequence have
         self.reducing = False
         self.gradient_bytes = self.gradient_peak = 0
@@ -184,6 +189,7 @@ class Zero(Holdings):
 
     def _arm(self, buckets: list[Bucket] | None = None) -> None:
         self._turn, self._next = self.buckets if buckets is None else buckets, 0
+        self._patience = _PATIENCE
         for bucket in self._turn:
             bucket.launched = False
             for slot in bucket.slots:
@@ -287,14 +293,29 @@ class Zero(Holdings):
             if bucket.published is None:
                 bucket.published = self._allocate(bucket)
             return bucket.published
-        if self.reducing:
-            while len(self._flying) >= self._in_flight:
-                self._flying.pop(0).land(self._give)
+        while self.reducing and len(self._flying) >= self._in_flight and self._is_down(self._flying[0]):
+            self._flying.pop(0).land(self._give)
         for index, buffer in enumerate(self._pool):
             fits = buffer.dtype == bucket.gradient_dtype and buffer.device == bucket.device
             if fits and buffer.numel() >= bucket.numel:
                 return self._pool.pop(index)[: bucket.numel]
         return self._allocate(bucket)
+
+    def _is_down(self, bucket: Bucket) -> bool:
+        """Wait for a reduction for a while, so that buffers do not pile up.
+
+        For a while only: a replica whose batch takes another path launches it at the end of its backward, when it waits
+        for this one's flags.
+        """
+        flight = bucket.flight
+        assert flight is not None
+        until = time.monotonic() + self._patience
+        while not flight.is_completed():
+            if time.monotonic() > until:
+                self._patience = 0.0
+                return False
+            time.sleep(1e-4)
+        return True
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         buffer = torch.zeros(bucket.numel, dtype=bucket.gradient_dtype, device=bucket.device)

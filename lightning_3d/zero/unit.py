@@ -79,20 +79,24 @@ def find_units(module: nn.Module, blocks: Iterable[str], large: int) -> dict[str
     return {name: mine[name] for name, _ in module.named_modules() if name in mine}  # as they will probably run
 
 
-def merged(known: Sequence[int], orders: Iterable[Sequence[int]]) -> list[int]:
+def merged(known: Sequence[int], orders: Iterable[Sequence[int]]) -> tuple[list[int], set[int]]:
     """One order of all units that agrees with every replica's, and else with the one that was known.
 
-    Where replicas contradict each other, the one that was known decides.
+    Returns:
+        The order, and the units for which replicas contradict each other; there the one that was known decides.
     """
-    after: dict[int, set[int]] = {unit: set() for unit in known}
+    before: dict[int, set[int]] = {unit: set() for unit in known}
     for order in orders:
         for first, then in pairwise(order):
-            after[then].add(first)
+            before[then].add(first)
     out: list[int] = []
+    contradicted: set[int] = set()
     left = list(known)
     while left:
-        ready = (unit for unit in left if not after[unit] & set(left))
-        chosen = next(ready, left[0])
+        chosen = next((unit for unit in left if not before[unit] & set(left)), None)
+        if chosen is None:
+            contradicted |= set(left)
+            chosen = left[0]
         left.remove(chosen)
         out.append(chosen)
-    return out
+    return out, contradicted

@@ -18,7 +18,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -123,10 +123,7 @@ class Units:
         order = [u for u in self._met if u is not self.root]
         moved = [u for u in self._forward if u in self._met and u is not self.root] != order
         flags = [flag for u in self.units for flag in (u.saved, u.again, u.stays, not u.is_whole)]
-        seen = torch.tensor([*flags, moved], dtype=torch.uint8)
-        if self.data.size > 1:
-            self._control.all_reduce(seen, "max")
-        *values, order_differs = map(bool, seen.tolist())
+        *values, order_differs = self._meet([*flags, moved])
         several, here = set(), set()
         for unit, *flags in zip(self.units, values[::4], values[1::4], values[2::4], values[3::4], strict=True):
             unit.saved, unit.again = flags[:2]
@@ -137,7 +134,9 @@ class Units:
                 here.add(unit)
         if order_differs:
             orders = self._control.all_gather_object([u.index for u in order])
-            self._forward = [self.units[i] for i in merged([u.index for u in self._forward], orders)]
+            indices, contradicted = merged([u.index for u in self._forward], orders)
+            self._forward = [self.units[i] for i in indices]
+            several |= {self.units[i] for i in contradicted}
         self._backward, self._passed = True, passed
         self._pass([u for u in reversed(self._forward) if u.saved and u is not self.root], here)
         self._several = several
@@ -180,6 +179,16 @@ class Units:
             if unit.coming and not unit.stays:
                 self._release(unit)
 
+    def start_rest(self) -> None:
+        """Begin all gathers that are left of a pass, before a collective of user code that others may reach later.
+
+        A replica that needs one would wait for this one, and this one for that replica.
+        """
+        if self.is_open and self._next < len(self._sequence):
+            for unit in self._sequence[self._next :]:
+                self._start(unit)
+            self._next = len(self._sequence)
+
     # -- needs
     def need(self, unit: Unit) -> None:
         """Gather a unit, and begin with the next of the sequence."""
@@ -194,7 +203,7 @@ class Units:
                 self._start(other)
             self._next = until
         if not unit.is_whole and not unit.coming:
-            self._agree(unit)
+            self._meet([False] * (4 * len(self.units) + 1), unit)
             unit.again = unit.stays = True
             unit.start()
         if self._backward:
@@ -216,16 +225,29 @@ class Units:
         if unit not in self._used:
             self._used.append(unit)
 
-    def _agree(self, unit: Unit) -> None:
-        """All replicas need the same unit out of turn."""
-        wanted = self._control.all_gather_object(unit.index) if self.data.size > 1 else [unit.index]
-        if len(set(wanted)) > 1:
-            names = ", ".join(f"replica {r}: {self.units[i].name or 'the root'}" for r, i in enumerate(wanted))
-            raise ConfigurationError(
-                "with zero_stage=3 the replicas gather parameters together, but they need different parts of the model "
-                f"for a second time in one step ({names}). A block that runs more than once in a step must do so on "
-                "all replicas alike. Use zero_stage=2."
+    def _meet(self, flags: Sequence[bool], out_of_turn: Unit | None = None) -> list[bool]:
+        """What any replica says. All of them meet before a backward, or for the same unit out of turn.
+
+        Collectives: one all-reduce of a few bytes per unit over `control`.
+
+        Raises:
+            ConfigurationError: They do not; raised on all.
+        """
+        head = [out_of_turn is None, *(unit is out_of_turn for unit in self.units)]
+        said = torch.tensor([*head, *flags], dtype=torch.uint8)
+        if self.data.size > 1:
+            self._control.all_reduce(said, "max")
+        heard = [bool(flag) for flag in said.tolist()]
+        if sum(heard[: len(head)]) > 1:
+            wanted = ", ".join(
+                u.name or "what is in no block" for u, w in zip(self.units, heard[1:], strict=False) if w
             )
+            raise ConfigurationError(
+                f"with zero_stage=3 the replicas gather parameters together, but {wanted} is needed once more in one "
+                "step by some of them only. A block that runs more than once in a step must do so on all replicas "
+                "alike. Use zero_stage=2."
+            )
+        return heard[len(head) :]
 
     def _read(self, unit: Unit, name: str, what: str) -> None:
         """Somebody reads a parameter that has no values now, outside of its unit's forward."""

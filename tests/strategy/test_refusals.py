@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.errors import ConfigurationError, LayoutError, near_pattern
-from lightning_3d.suitability import check_can_be_trained
+from lightning_3d.suitability import check_can_be_trained, warn_of_views
 from lightning_3d.testing import DistributedError, preload, run_distributed
 from tests import models
 
@@ -334,3 +334,15 @@ def test_one_rank_that_fails_ends_all(arguments: dict[str, Any], linger: bool) -
     assert time.monotonic() - begin < 30
     # rank 0 waits in a collective that never completes: it is ended by its own watch, not by the harness
     assert ("exit code 1 and no result" if linger else "another rank failed first") in str(error.value)
+
+
+def test_views_of_parameters_that_will_go_stale_are_named() -> None:
+    module = nn.Module()
+    module.layer = nn.Linear(3, 2)
+    module.layer.halves = list(module.layer.weight.detach().chunk(2))
+    with pytest.warns(UserWarning, match=r"layer\.halves shares its memory with parameter 'layer\.weight'"):
+        warn_of_views(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_views(nn.utils.spectral_norm(nn.Linear(3, 2)))
+        warn_of_views(nn.LSTM(3, 2))
