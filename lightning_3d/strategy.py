@@ -343,7 +343,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
     def _before_collective(self) -> None:
         """With ZeRO-3 nobody may wait here for a replica that waits for this one's part in a gather."""
         if self._engine is not None and self._engine.units is not None:
-            self._engine.units.start_rest()
+            self._engine.units.before_collective()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

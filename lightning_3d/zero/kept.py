@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_3d.zero.unit import Unit
 
@@ -26,19 +27,17 @@ class Kept:
 
     Args:
         unit: The unit that is called.
+        module: Its module.
         need: Gathers a unit when the backward wants a weight back.
-
-    Attributes:
-        saw_any: Something was kept; otherwise other hooks inside of the call (a checkpoint) have it.
     """
 
-    def __init__(self, unit: Unit, need: Callable[[Unit], None]) -> None:
-        self._unit, self._need = unit, need
+    def __init__(self, unit: Unit, module: nn.Module, need: Callable[[Unit], None]) -> None:
+        self._unit, self._module, self._need = unit, module, need
         self._around = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.saw_any = False
+        self._saw_any = False
 
     def pack(self, tensor: Tensor) -> Any:
-        self.saw_any = True
+        self._saw_any = True
         for storage in self._unit.storages:
             alias = torch._C._is_alias_of(tensor, storage.flat)  # type: ignore[attr-defined]
             if alias and tensor.dtype == storage.dtype:
@@ -46,6 +45,14 @@ class Kept:
                 offset = int(tensor.storage_offset())
                 return _Place(self._unit, storage.flat, tensor.size(), tensor.stride(), offset)
         return tensor if self._around is None else self._around[0](tensor)
+
+    def may_be_elsewhere(self, out: Any) -> bool:
+        """Whether the backward may need weights that other hooks inside of the call have (a checkpoint's).
+
+        A layer without parts has no such hooks inside, if anything was kept here.
+        """
+        simple = self._saw_any and not any(True for _ in self._module.children())
+        return not simple and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out))
 
     def unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, _Place):

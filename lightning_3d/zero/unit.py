@@ -24,14 +24,13 @@ class Unit:
         saved: Autograd keeps a weight of it, or something that cannot be looked into, for the backward.
         again: It was needed after it had been released, in some pass so far: it stays until the end of the backward.
         stays: Until then it is not released, in this pass.
-        recomputes: Something is computed from it again in this backward, so autograd may keep views that we do not see.
     """
 
     def __init__(self, name: str, index: int) -> None:
         self.name, self.index = name, index
         self.storages: list[Storage] = []
         self.waiting: set[Storage] = set()
-        self.coming = self.saved = self.again = self.stays = self.recomputes = False
+        self.coming = self.saved = self.again = self.stays = False
         self.depth = 0
 
     @property

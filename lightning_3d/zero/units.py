@@ -2,7 +2,8 @@
 
 A unit is a block of the model, or a large layer outside of blocks; what is left is the root. In a forward a unit is
 gathered when it is entered, while the one before it runs (prefetch), and released when it is left; in the backward it
-is gathered when autograd needs a weight of it, and released when its last gradient is on its way.
+is gathered when autograd needs a weight of it, and released when another one is needed and its gradients are on their
+way.
 
 Gathers are collective, so all replicas must begin the same ones in the same order, also where a replica's batch takes
 another path. Hence a *sequence* is agreed on: in a forward all units, in the order of the forward before; in a backward
@@ -24,9 +25,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
@@ -35,6 +35,9 @@ from lightning_3d.zero.kept import Kept
 from lightning_3d.zero.released import refused
 from lightning_3d.zero.storage import Storage
 from lightning_3d.zero.unit import Unit, merged
+
+_BACKWARD, _COLLECTIVE, _UNIT = range(3)
+"""Why replicas meet; `_UNIT` and more: this unit is needed out of turn."""
 
 
 class Units:
@@ -123,7 +126,7 @@ class Units:
         order = [u for u in self._met if u is not self.root]
         moved = [u for u in self._forward if u in self._met and u is not self.root] != order
         flags = [flag for u in self.units for flag in (u.saved, u.again, u.stays, not u.is_whole)]
-        *values, order_differs = self._meet([*flags, moved])
+        *values, order_differs = self._meet(_BACKWARD, [*flags, moved])
         several, here = set(), set()
         for unit, *flags in zip(self.units, values[::4], values[1::4], values[2::4], values[3::4], strict=True):
             unit.saved, unit.again = flags[:2]
@@ -151,7 +154,7 @@ class Units:
         if self.is_open:
             self._finish_sequence()
             for unit in self.units:
-                unit.saved = unit.stays = unit.recomputes = False
+                unit.saved = unit.stays = False
                 unit.waiting.clear()
                 unit.depth = 0
                 self._release(unit)
@@ -179,15 +182,19 @@ class Units:
             if unit.coming and not unit.stays:
                 self._release(unit)
 
-    def start_rest(self) -> None:
-        """Begin all gathers that are left of a pass, before a collective of user code that others may reach later.
+    def before_collective(self) -> None:
+        """Before a collective of user code in a step: nobody waits in it for a replica that waits for this one.
 
-        A replica that needs one would wait for this one, and this one for that replica.
+        All gathers that are left of the pass are begun, and the replicas meet. Collective, as what follows.
         """
-        if self.is_open and self._next < len(self._sequence):
-            for unit in self._sequence[self._next :]:
-                self._start(unit)
-            self._next = len(self._sequence)
+        if self.is_open:
+            self._start_rest()
+            self._meet(_COLLECTIVE)
+
+    def _start_rest(self) -> None:
+        rest, self._next = self._sequence[self._next :], len(self._sequence)
+        for unit in rest:
+            self._start(unit)
 
     # -- needs
     def need(self, unit: Unit) -> None:
@@ -199,15 +206,18 @@ class Units:
         self._last = unit
         if unit in self._sequence[self._next :]:
             until = self._sequence.index(unit, self._next) + 1
-            for other in self._sequence[self._next : until + 1]:
+            for other in self._sequence[self._next : until]:
                 self._start(other)
             self._next = until
         if not unit.is_whole and not unit.coming:
-            self._meet([False] * (4 * len(self.units) + 1), unit)
+            self._start_rest()
+            self._meet(_UNIT + unit.index)
             unit.again = unit.stays = True
             unit.start()
         if self._backward:
             self._move_on(unit)
+        for other in self._sequence[self._next : self._next + 1]:  # while this one is used
+            self._start(other)
         unit.wait()
 
     def _start(self, unit: Unit) -> None:
@@ -225,23 +235,22 @@ class Units:
         if unit not in self._used:
             self._used.append(unit)
 
-    def _meet(self, flags: Sequence[bool], out_of_turn: Unit | None = None) -> list[bool]:
-        """What any replica says. All of them meet before a backward, or for the same unit out of turn.
+    def _meet(self, reason: int, flags: Sequence[bool] = ()) -> list[bool]:
+        """What any replica says. All of them meet for one reason: a backward, a collective, a unit out of turn.
 
         Collectives: one all-reduce of a few bytes per unit over `control`.
 
         Raises:
             ConfigurationError: They do not; raised on all.
         """
-        head = [out_of_turn is None, *(unit is out_of_turn for unit in self.units)]
-        said = torch.tensor([*head, *flags], dtype=torch.uint8)
+        head = [index == reason for index in range(_UNIT + len(self.units))]
+        said = torch.zeros(len(head) + 4 * len(self.units) + 1, dtype=torch.uint8)
+        said[: len(head) + len(flags)] = torch.tensor([*head, *flags], dtype=torch.uint8)
         if self.data.size > 1:
             self._control.all_reduce(said, "max")
         heard = [bool(flag) for flag in said.tolist()]
         if sum(heard[: len(head)]) > 1:
-            wanted = ", ".join(
-                u.name or "what is in no block" for u, w in zip(self.units, heard[1:], strict=False) if w
-            )
+            wanted = ", ".join(u.name or "the rest" for u in self.units if heard[_UNIT + u.index])
             raise ConfigurationError(
                 f"with zero_stage=3 the replicas gather parameters together, but {wanted} is needed once more in one "
                 "step by some of them only. A block that runs more than once in a step must do so on all replicas "
@@ -253,20 +262,18 @@ class Units:
         """Somebody reads a parameter that has no values now, outside of its unit's forward."""
         if not self.is_open:
             raise refused(name, what)
-        if self._backward:
-            unit.recomputes = True
-        else:
+        if not self._backward:
             unit.stays = unit.saved = True  # autograd may keep views of it that we do not see
         self.need(unit)
 
     # -- releases
     def launched(self, storage: Storage) -> None:
-        """The gradients of a storage are on their way."""
+        """The gradients of a storage are on their way.
+
+        The unit is released when the backward comes to another one: until then it may read what it computed again.
+        """
         for unit in self.units:
-            if storage in unit.waiting:
-                unit.waiting.discard(storage)
-                if unit.is_done and not unit.recomputes:
-                    self._release(unit)
+            unit.waiting.discard(storage)
 
     def _release(self, unit: Unit) -> None:
         unit.wait()
@@ -281,27 +288,28 @@ class Units:
         if not self.is_open:
             yield
             return
-        with wrapped_forwards((module, partial(self._gathered, unit)) for module, unit in self._modules):
+        with wrapped_forwards((module, partial(self._gathered, module, unit)) for module, unit in self._modules):
             yield
 
-    def _gathered(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _gathered(self, module: nn.Module, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.need(unit)
             unit.depth += 1
-            kept = Kept(unit, self.need)
+            kept = Kept(unit, module, self.need)
             try:
                 if not torch.is_grad_enabled():
                     return forward(*args, **kwargs)
                 with saved_tensors_hooks(kept.pack, kept.unpack):
                     out = forward(*args, **kwargs)
-                if not kept.saw_any and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
-                    unit.saved = True  # a checkpoint inside has it
+                unit.saved = unit.saved or kept.may_be_elsewhere(out)
                 return out
             finally:
                 unit.depth -= 1
                 self._leave(unit)
 
-        return call
+        # a compiler that follows the whole step goes on inside
+        disabled: Callable[..., Any] = torch.compiler.disable(call, recursive=False)
+        return disabled
 
     def _leave(self, unit: Unit) -> None:
         if self._backward or unit.depth or unit.stays or unit.again:

@@ -32,7 +32,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
     def forward(self, x: Tensor) -> Any:
-        if self.mode == "checkpoint inside":
+        if self.mode in ("checkpoint inside", "adapter, checkpoint"):
             return checkpoint(self.inner, x, use_reentrant=False)
         if self.mode == "reentrant":
             return checkpoint(self.inner, x, use_reentrant=True)
@@ -74,6 +74,8 @@ class Net(nn.Module):
             random.Random(10 * step + rank).shuffle(blocks)
         if self.mode == "opposite" and rank:
             blocks.reverse()
+        if self.mode == "twice on one" and rank:
+            blocks.insert(2, blocks[1])
         for number, block in enumerate(blocks):
             if self.mode.startswith("skips") and (number + rank + step) % 3 == 0:
                 continue  # each replica others
@@ -105,7 +107,7 @@ def make(mode: str) -> Net:
         for part in (net.embed, net.large, net.small, *net.blocks[:3]):
             part.requires_grad_(False)
         net.head.weight = nn.Parameter(net.head.weight.detach().clone())
-    if mode == "adapter":
+    if mode.startswith("adapter"):
         net.blocks.requires_grad_(False)
         for block in net.blocks:
             block.norm.requires_grad_(True)
@@ -163,7 +165,7 @@ def train(mode: str, steps: int = 4) -> float:
 
     def meet() -> None:
         """A collective of user code in the step, as the strategy runs it."""
-        units.start_rest()
+        units.before_collective()
         dist.barrier()
 
     net.meet = meet
@@ -193,7 +195,8 @@ def train(mode: str, steps: int = 4) -> float:
 
 MODES = [
     "plain", "reversed", "twice", "skips", "skips, meets", "shuffled", "opposite", "checkpoint inside",
-    "checkpoint outside", "reentrant", "dict", "reads", "frozen block", "frozen beginning", "adapter", "edits",
+    "checkpoint outside", "reentrant", "dict", "reads", "frozen block", "frozen beginning", "adapter",
+    "adapter, checkpoint", "edits",
 ]  # fmt: skip
 
 
@@ -362,6 +365,32 @@ def misuse() -> list[str]:
         except ConfigurationError as error:
             texts.append(str(error))
     return texts
+
+
+def twice_on_one(meets: bool) -> str:
+    net = make("twice on one")
+    optimizer = optimizer_of(net)
+    zero, units = divide(net, optimizer)
+
+    def loss() -> Tensor:
+        value = net.loss(batch(0, 0), 0, dist.get_rank())
+        if meets:
+            units.before_collective()
+            dist.barrier()
+        return value
+
+    try:
+        step_of(zero, units, loss, optimizer)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_block_that_runs_twice_on_one_replica_is_refused_on_all() -> None:
+    for meets in (False, True):
+        for text in run_distributed(twice_on_one, 2, meets, timeout=30):
+            assert "blocks.1 is needed once more in one step by some of them only" in text
+            assert "zero_stage=2" in text
 
 
 def test_reads_outside_of_steps_say_what_to_do() -> None:
