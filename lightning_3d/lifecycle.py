@@ -14,7 +14,7 @@ from lightning.fabric.utilities.seed import (
     _set_rng_states,
     pl_worker_init_function,
 )
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -56,6 +56,8 @@ from lightning_3d.suitability import (
 )
 from lightning_3d.surrogate import surrogate_loss
 from lightning_3d.surroundings import Surroundings
+from lightning_3d.tensor.recorded.eager import uncompile_steps
+from lightning_3d.zero import release_former
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline import StepResult
@@ -151,11 +153,18 @@ class Lifecycle(Saving):
         fitting = trainer.state.fn == "fit"
         first = self._engine is None or self._engine.module is not module
         if first:
+            release_former(module.parameters())
             check_is_made(module)
             check_is_whole(module)
             layout = self.mesh.layout
             if layout.replica_size > 1 or (layout.dp > 1 and layout.zero):
                 warn_of_views(module)
+            if layout.dp > 1 and layout.zero == 3 and getattr(module, "_compiler_ctx", None) is not None:
+                uncompile_steps(module)
+                rank_zero_warn(
+                    "the LightningModule was compiled as a whole; with zero_stage=3 its steps run uncompiled, since "
+                    "parameters come and go between blocks. Compile the blocks: block.compile()."
+                )
         if fitting:
             check_can_be_trained(module, self.mesh.layout, trainer.callbacks, self._settings.num_microbatches)
         if first:
@@ -208,6 +217,7 @@ class Lifecycle(Saving):
     def _collect(self) -> None:
         if self._engine is not None and self._engine.zero is not None:
             self._zero.shown.collect()
+            self._zero.after_closure()
 
     def _equalize(self, module: nn.Module) -> None:
         """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""

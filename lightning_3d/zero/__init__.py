@@ -3,7 +3,7 @@
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import classify
 from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.holdings import Share, is_low
+from lightning_3d.zero.holdings import Share, is_low, release_former
 from lightning_3d.zero.norm import scale_gradients, total_norm
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.unit import find_units
@@ -19,6 +19,7 @@ __all__ = [
     "classify",
     "find_units",
     "is_low",
+    "release_former",
     "scale_gradients",
     "total_norm",
 ]

@@ -103,7 +103,8 @@ class Zero(Holdings):
         for storage in storages:
             storage.stepped()
         if self.units is not None:
-            return  # they are gathered when they are needed
+            self.units.refresh()  # the others are gathered when they are needed
+            return
         with self.data.ledger.during("optimizer"):
             for storage in storages:
                 storage.gather_start()

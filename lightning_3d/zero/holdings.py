@@ -6,14 +6,16 @@ The user's optimizers stay; what their groups hold is exchanged by position. `Ze
 from __future__ import annotations
 
 import abc
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
@@ -51,6 +53,26 @@ class Share:
     parted: bool = False
     windows: Mapping[str, Set[int]] = field(default_factory=dict)
     units: Units | None = None
+
+
+_holds: MutableMapping[nn.Parameter, weakref.ref[Holdings]] = WeakIdKeyDictionary()
+"""Who holds a parameter, of any run in this process."""
+
+
+def release_former(parameters: Iterable[nn.Parameter]) -> None:
+    """Take parameters back from the run that had them before, maybe of another strategy. Collective, with stage 3.
+
+    Raises:
+        ConfigurationError: A step of that run failed in the middle, so that nobody can gather them.
+    """
+    former = {id(h): h for p in parameters if (ref := _holds.pop(p, None)) is not None and (h := ref()) is not None}
+    for holdings in former.values():
+        if holdings.units is not None and holdings.units.is_open:
+            raise ConfigurationError(
+                "the parameters of this module are divided over the replicas (zero_stage=3) since a step of an earlier "
+                "run failed, and cannot be put together. Build the module anew, and resume from a checkpoint."
+            )
+        holdings.release()
 
 
 class Holdings(abc.ABC):
@@ -97,6 +119,8 @@ class Holdings(abc.ABC):
         self._kinds: dict[Optimizer, str] = {}
         self._hooks: list[Any] = []
         self.group_names: dict[Optimizer, list[list[str]]] = {}
+        for parameter in share.parameters.values():
+            _holds[parameter] = weakref.ref(self)
 
     @abc.abstractmethod
     def _on_gradient(self, slot: Slot) -> None:
@@ -121,6 +145,11 @@ class Holdings(abc.ABC):
         if not self.passive:
             optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
             optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
+
+    def after_closure(self) -> None:
+        """Lightning runs the step and its backward inside of `optimizer.step`: what they did to parameters counts."""
+        if self.units is None:
+            self.reclaim()
 
     def release(self) -> None:
         """Take the hooks off the parameters (another `fit` builds its own buckets); in stage 3 all become whole."""

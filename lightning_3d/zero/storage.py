@@ -86,8 +86,6 @@ class Storage:
     def gather_start(self) -> None:
         """Start collecting everybody's values; until `gather_wait` nobody may read the parameters."""
         if self._gathering is None:
-            if self.divided and self.is_whole:  # another replica's is not
-                self.reclaim()
             if self.divided:
                 self.flat.untyped_storage().resize_(self._bytes)
             self._gathering = self._axis.all_gather_start(self.flat, self.shard)

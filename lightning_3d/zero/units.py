@@ -68,7 +68,7 @@ class Units:
         self._here: Set[Unit] = frozenset()  # what of it is whole on all replicas, so that nobody gathers it
         self._next = 0
         self._met: list[Unit] = []  # in the order they were needed in this forward
-        self.is_open = self._backward = self._training = False
+        self.is_open = self._backward = self._training = self._shown = False
         self._used: list[Unit] = []  # in the backward under way, and not released yet
         self._last: Unit | None = None  # what it needed last
         self._passed: Callable[[int], None] = lambda _: None
@@ -91,22 +91,24 @@ class Units:
     @contextmanager
     def all_whole(self) -> Iterator[None]:
         """All parameters have their values while this is open. Collective; changes must be the same on all ranks."""
-        inside = self.is_open
+        inside = self.is_open or self._shown
+        self.before_collective()
         for unit in self.units:
-            if inside:
-                unit.stays = True
-                self.need(unit)
-            else:
-                unit.start()
-                unit.wait()
-        yield
-        for unit in self.units if not inside else ():
-            self._release(unit)
+            unit.stays = self.is_open
+            self._start(unit)
+            unit.wait()
+        shown, self._shown = self._shown, True
+        try:
+            yield
+        finally:
+            self._shown = shown
+            for unit in self.units if not inside else ():
+                self._release(unit)
 
     # -- passes
     def begin(self, training: bool) -> None:
         """Before a step."""
-        self.end()
+        self.end(close=True)
         self.is_open, self._training = True, training
         self._pass(self._forward)
         self.root.stays = True
@@ -129,9 +131,9 @@ class Units:
         *values, order_differs = self._meet(_BACKWARD, [*flags, moved])
         several, here = set(), set()
         for unit, *flags in zip(self.units, values[::4], values[1::4], values[2::4], values[3::4], strict=True):
-            unit.saved, unit.again = flags[:2]
+            unit.saved, unit.again, unit.stays = flags[:3]
             unit.waiting = {s for s in unit.storages if any(slot.parameter.requires_grad for slot in s.slots)}
-            if unit.again or flags[2]:
+            if unit.again or unit.stays:
                 several.add(unit)
             if not flags[3]:
                 here.add(unit)
@@ -146,28 +148,39 @@ class Units:
         return [[] if u in several else list(u.storages) for u in self._sequence]
 
     def end(self, close: bool = False) -> None:
-        """After a pass: every unit is released. Collective: the rest of the pass's gathers.
+        """After a pass: units are released. Collective: the rest of the pass's gathers.
 
         Args:
-            close: The step is over.
+            close: The step is over. Otherwise autograd may still keep views of what was read outside of units.
         """
         if self.is_open:
             self._finish_sequence()
             for unit in self.units:
-                unit.saved = unit.stays = False
                 unit.waiting.clear()
                 unit.depth = 0
-                self._release(unit)
+                if close:
+                    unit.saved = unit.stays = False
+                if not unit.stays:
+                    self._release(unit)
             self._met.clear()
             self._used.clear()
             self._backward, self._passed = False, lambda _: None
             self._pass(self._forward)
         self.is_open = self.is_open and not close
 
+    def refresh(self) -> None:
+        """After an optimizer's step in the middle of a training step: new values where there are values. Collective."""
+        for unit in self.units if self.is_open else ():
+            if unit.stays:
+                unit.start()
+                unit.wait()
+
     def _pass(self, sequence: list[Unit], here: Set[Unit] = frozenset()) -> None:
         self._sequence, self._here, self._next, self._last = sequence, here, 0, None
 
     def _finish_sequence(self) -> None:
+        if not (self._backward or self._met):
+            return  # nothing was needed since the last pass
         for index, unit in enumerate(self._sequence[self._next :], self._next):
             self._start(unit)
             self._passed(index)
@@ -178,8 +191,10 @@ class Units:
 
     def _release_coming(self) -> None:
         """Give back what has been gathered for others: this rank's batch took another path."""
-        for unit in self.units:
-            if unit.coming and not unit.stays:
+        for unit in [u for u in self.units if u.coming]:
+            if unit.stays:
+                unit.wait()
+            else:
                 self._release(unit)
 
     def before_collective(self) -> None:
@@ -221,7 +236,10 @@ class Units:
         unit.wait()
 
     def _start(self, unit: Unit) -> None:
-        if unit not in self._here:
+        if unit not in self._here or not self._backward:
+            for storage in unit.storages:
+                if storage.is_whole and not unit.coming:  # but not on every replica
+                    storage.reclaim()
             with self.data.ledger.during("gather"):
                 unit.start()
 

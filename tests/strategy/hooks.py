@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import types
 import warnings
@@ -83,6 +84,27 @@ def by_hand(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+def two_backwards(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Two forwards before two backwards; the second graph twice."""
+    optimizer = self.optimizers()
+    optimizer.zero_grad()
+    first, second = self.loss(batch), self.loss({**batch, "x": batch["x"] * 0.5})
+    self.manual_backward(first)
+    self.manual_backward(second, retain_graph=True)
+    self.manual_backward(second * 0.3)
+    optimizer.step()
+
+
+def reads_all(self: Any, loss: Any) -> None:
+    """In the middle of a step; and once more inside."""
+    whole = getattr(self.trainer.strategy, "whole_parameters", contextlib.nullcontext)
+    with whole(), torch.no_grad():
+        with whole():
+            pass
+        held = [p for p in self.parameters() if not getattr(p, "is_absent", False)]
+        assert all(bool(p.isfinite().all()) for p in held)
+
+
 def two_optimizers(self: Any) -> Any:
     middle = list(self.backbone.parameters())
     ends = [p for p in self.parameters() if not any(p is m for m in middle)]
@@ -105,10 +127,12 @@ CASES: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     "torch's clip_grad_norm_": ({"on_before_optimizer_step": clipped_by_torch}, {}),
     "Lightning's grad_norm": ({"on_before_optimizer_step": scaled_by_norms}, {}),
     "the same on the optimizer's": ({"on_before_optimizer_step": clipped_as_the_optimizer_sees_them}, {}),
+    "parameters read before the backward": ({"on_before_backward": reads_all}, {}),
     "configure_gradient_clipping": ({"configure_gradient_clipping": clipping_overridden}, {}),
 }
 MANUAL: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     "manual": ({"training_step": by_hand, "configure_optimizers": two_optimizers}, {}),
+    "two backwards": ({"training_step": two_backwards}, {}),
 }
 FINETUNING: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     "finetuning": ({"configure_optimizers": trainable_only}, {"max_epochs": 3}),

@@ -30,9 +30,9 @@ class Module(models.LitMLP):
         return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
-def build() -> Module:
+def build(kind: type[Module] = Module) -> Module:
     torch.manual_seed(3)
-    return Module()
+    return kind()
 
 
 def batches(replica: int, replicas: int, count: int) -> list[dict[str, Tensor]]:
@@ -100,9 +100,17 @@ class Batches(torch.utils.data.Dataset):
         return self._items[index]
 
 
-def fit(strategy: ThreeDStrategy, *, accumulate: int = 1, steps: int = STEPS, resume: Any = None, **more: Any) -> Any:
+def fit(
+    strategy: ThreeDStrategy,
+    *,
+    accumulate: int = 1,
+    steps: int = STEPS,
+    resume: Any = None,
+    kind: type[Module] = Module,
+    **more: Any,
+) -> Any:
     """The Trainer, after a fit on this layout's part of the batches."""
-    module = build()
+    module = build(kind)
 
     def train_dataloader() -> Any:
         own = batches(strategy.data_parallel_rank, strategy.data_parallel_size, STEPS * accumulate)
@@ -131,6 +139,29 @@ def masters_of(cases: list[tuple[dict[str, Any], int]]) -> list[tuple[float, flo
         )
         error = max((relative_error(masters[n], want[n]) for n in masters), default=0.0)
         out.append((error, replica_difference(strategy)))
+    return out
+
+
+class Edits(Module):
+    """Writes into weights in the step: in place before the forward, a new tensor after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.net[0].weight.fill_(0.25)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.net[0].bias.data = torch.full_like(self.net[0].bias, 0.5)
+        return loss
+
+
+def edited(stages: list[int]) -> list[tuple[float, float]]:
+    """How far (weight, bias) are from what the step wrote, less one optimizer step."""
+    out = []
+    for stage in stages:
+        strategy = ThreeDStrategy(zero_stage=stage, bucket_size_mb=0.002)
+        fit(strategy, kind=Edits)
+        with strategy.whole_parameters():
+            first = strategy.engine.module.net[0]
+            out.append((float((first.weight - 0.25).abs().max()), float((first.bias - 0.5).abs().max())))
     return out
 
 

@@ -74,9 +74,18 @@ def check(layout: tuple[int, int, int], cases: list[Case], timeout: float = 240)
             assert rank[index]["metrics"] == pytest.approx(want["metrics"], rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", [*layouts(2), *layouts(4), *layouts(8)], ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
+EVERY = [*layouts(2), *layouts(4), *layouts(8)]
+QUICK = {*layouts(2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)}
+"""Every axis alone and each pair; the others have as many ranks, and nothing else that is new."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(s, marks=() if s in QUICK else pytest.mark.slow) for s in EVERY],
+    ids=lambda s: "tp{}-pp{}-dp{}".format(*s),
+)
 def test_layout(layout: tuple[int, int, int]) -> None:
-    every = [*layouts(2), *layouts(4), *layouts(8)]
+    every = EVERY
     turn = every.index(layout)
     cases = []
     for index, model in enumerate(MODELS):

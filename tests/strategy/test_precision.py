@@ -39,6 +39,14 @@ def test_masters_with_tensor_and_pipeline_parallelism() -> None:
     check(4, [(sizes(2, 2, num_microbatches=2), 1), (sizes(1, 2, num_microbatches=2, zero_stage=3), 1)], 5e-2)
 
 
+def test_what_a_step_writes_into_parameters_counts() -> None:
+    """Also for their masters; of the optimizer's step a few thousandths are left."""
+    for rank in launch(precisions.edited, 2, [0, 1, 2, 3]):
+        for weight, bias in rank:
+            assert 0 < weight < 0.05
+            assert 0 < bias < 0.05
+
+
 @pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
 def test_masters_survive_a_checkpoint_and_another_layout(distributed: bool, tmp_path: Path) -> None:
     results = launch(precisions.resumed, 2, tmp_path, sizes(zero_stage=1), sizes(zero_stage=3), distributed)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_3d.testing import preload
+from lightning_3d.testing import preload, relative_error
 from tests.strategy import zeros
 from tests.strategy.fits import Case
 from tests.strategy.test_cases import launch, sizes
@@ -79,3 +79,10 @@ def test_memory_is_the_formula(precision: str, bytes_each: tuple[int, int, int])
             for kind, each, divided in zip(("parameters", "gradients", "optimizer"), bytes_each, shared, strict=True):
                 formula = count * each / (2 if divided else 1)
                 assert formula * 0.99 <= found[kind] <= formula * 1.01 + zeros.BUCKET, (stage, kind)
+
+
+def test_another_strategy_takes_the_parameters_over() -> None:
+    want = launch(zeros.two_trainers, 1, None, None)[0]
+    for first, second in ((3, 1), (1, 3), (3, 3)):
+        for got in launch(zeros.two_trainers, 2, sizes(zero_stage=first), sizes(zero_stage=second)):
+            assert max(relative_error(got[n], p) for n, p in want.items()) <= 1e-9

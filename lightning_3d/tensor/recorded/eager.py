@@ -65,10 +65,10 @@ def run_eagerly(module: nn.Module) -> None:
             child.__dict__[_KEPT] = None if context is None else UserCompiler(context)
             child.__dict__["_compiled_call_impl"] = None
         elif child.__dict__.get("_compiler_ctx") is not None:
-            _uncompile_steps(child)
+            uncompile_steps(child)
 
 
-def _uncompile_steps(module: nn.Module) -> None:
+def uncompile_steps(module: nn.Module) -> None:
     """A LightningModule that was given to the Trainer compiled: Lightning has replaced its steps on the instance."""
     own = module.__dict__
     kept = own["_compiler_ctx"]
