@@ -50,6 +50,10 @@ class Saving(Built):
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(plain, filepath, storage_options=storage_options)
 
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.barrier()  # the others may still be reading it (`Tuner.lr_find`)
+        super().remove_checkpoint(filepath)
+
     # -- loading
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         from lightning_3d.checkpoint import read_rest

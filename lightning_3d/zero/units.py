@@ -212,13 +212,18 @@ class Units:
             self._start(unit)
 
     # -- needs
-    def need(self, unit: Unit) -> None:
-        """Gather a unit, and begin with the next of the sequence."""
+    def need(self, unit: Unit, passes: bool = True) -> None:
+        """Gather a unit, and begin with the next of the sequence.
+
+        Args:
+            unit: The unit.
+            passes: In a backward: autograd has come to it. Otherwise a forward runs again, in another order.
+        """
         if not self._backward and unit not in self._met:
             self._met.append(unit)
         if unit is self._last and unit.is_whole:
             return
-        self._last = unit
+        self._last = unit if passes else None
         if unit in self._sequence[self._next :]:
             until = self._sequence.index(unit, self._next) + 1
             for other in self._sequence[self._next : until]:
@@ -229,7 +234,7 @@ class Units:
             self._meet(_UNIT + unit.index)
             unit.again = unit.stays = True
             unit.start()
-        if self._backward:
+        if self._backward and passes:
             self._move_on(unit)
         for other in self._sequence[self._next : self._next + 1]:  # while this one is used
             self._start(other)
@@ -311,10 +316,13 @@ class Units:
 
     def _gathered(self, module: nn.Module, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.need(unit)
+            self.need(unit, passes=False)
             unit.depth += 1
             kept = Kept(unit, module, self.need)
             try:
+                if torch._C._functorch.peek_interpreter_stack() is not None:  # it knows no hooks on what is saved
+                    unit.stays = unit.saved = True
+                    return forward(*args, **kwargs)
                 if not torch.is_grad_enabled():
                     return forward(*args, **kwargs)
                 with saved_tensors_hooks(kept.pack, kept.unpack):

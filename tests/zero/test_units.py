@@ -66,6 +66,10 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor, step: int = 0, rank: int = 0) -> Tensor:
         x = self.small(torch.relu(self.large(self.embed(tokens))))
         blocks = list(self.blocks)
+        if self.mode == "checkpoint around several":
+            return self.head(checkpoint(self.run, blocks, x, use_reentrant=False))
+        if self.mode == "functional":
+            x = x + torch.func.jvp(blocks[0], (x.detach(),), (torch.ones_like(x),))[1]
         if self.mode == "reversed":
             blocks.reverse()
         if self.mode == "twice":
@@ -88,6 +92,11 @@ class Net(nn.Module):
         if self.mode == "skips, meets" and self.meet is not None:
             self.meet()
         return self.head(x)
+
+    def run(self, blocks: list[nn.Module], x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
 
     def loss(self, tokens: Tensor, step: int = 0, rank: int = 0) -> Tensor:
         loss = nn.functional.cross_entropy(self(tokens, step, rank).flatten(0, 1), tokens.flatten())
@@ -195,8 +204,8 @@ def train(mode: str, steps: int = 4) -> float:
 
 MODES = [
     "plain", "reversed", "twice", "skips", "skips, meets", "shuffled", "opposite", "checkpoint inside",
-    "checkpoint outside", "reentrant", "dict", "reads", "frozen block", "frozen beginning", "adapter",
-    "adapter, checkpoint", "edits",
+    "checkpoint outside", "checkpoint around several", "functional", "reentrant", "dict", "reads", "frozen block",
+    "frozen beginning", "adapter", "adapter, checkpoint", "edits",
 ]  # fmt: skip
 
 
