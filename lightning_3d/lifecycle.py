@@ -41,6 +41,7 @@ from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.observe.results import join_results
 from lightning_3d.precision import loss_scale, make_clipping_global, make_scaler_global
 from lightning_3d.probe import agree, own_parameters
+from lightning_3d.recompute import find_blocks
 from lightning_3d.saving import Saving
 from lightning_3d.skipping import SKIPPED, Skips, drop_gradients, let_steps_be_skipped
 from lightning_3d.stopping import may_stop, stop_together
@@ -56,7 +57,7 @@ from lightning_3d.suitability import (
 )
 from lightning_3d.surrogate import surrogate_loss
 from lightning_3d.surroundings import Surroundings
-from lightning_3d.tensor.recorded.eager import uncompile_steps
+from lightning_3d.tensor.recorded.eager import run_eagerly_around
 from lightning_3d.zero import release_former
 
 if TYPE_CHECKING:
@@ -159,12 +160,8 @@ class Lifecycle(Saving):
             layout = self.mesh.layout
             if layout.replica_size > 1 or (layout.dp > 1 and layout.zero):
                 warn_of_views(module)
-            if layout.dp > 1 and layout.zero == 3 and getattr(module, "_compiler_ctx", None) is not None:
-                uncompile_steps(module)
-                rank_zero_warn(
-                    "the LightningModule was compiled as a whole; with zero_stage=3 its steps run uncompiled, since "
-                    "parameters come and go between blocks. Compile the blocks: block.compile()."
-                )
+            if layout.dp > 1 and layout.zero == 3:
+                _uncompile_around_blocks(module)
         if fitting:
             check_can_be_trained(module, self.mesh.layout, trainer.callbacks, self._settings.num_microbatches)
         if first:
@@ -404,6 +401,16 @@ class Lifecycle(Saving):
         if self._planning:  # nothing is stepped, but what the closure computes is part of the step
             return closure() if closure is not None else None
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+def _uncompile_around_blocks(module: nn.Module) -> None:
+    blocks = [module.get_submodule(name) for name in find_blocks(module)]
+    names = run_eagerly_around(module, blocks)
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names)} was compiled with all its blocks; with zero_stage=3 it runs uncompiled, since parameters "
+            "come and go between blocks. Compile the blocks: block.compile()."
+        )
 
 
 def _leave_fake_gradients(module: nn.Module) -> None:

@@ -21,6 +21,7 @@ class Saving(Built):
 
     def _init_saving(self) -> None:
         self._pending: tuple[dict[str, Any], bool] | None = None
+        self._is_set_up = False
         self._precise: Mapping[str, Any] | None = None  # holds more digits than low-precision parameters took
 
     # -- saving
@@ -81,17 +82,23 @@ class Saving(Built):
             checkpoint, strict = self._pending
             self._pending = None
             self._load_model(checkpoint, strict)
+        self._is_set_up = True
         precise, self._precise = self._precise, None
-        if precise is not None and fitting and self._settings.master_weights:
-            from lightning_3d.checkpoint import load_masters
+        if precise is not None and fitting:
+            self._load_masters(precise)
 
-            load_masters(self.engine.state(), precise)
+    def _load_masters(self, checkpoint: Mapping[str, Any]) -> None:
+        from lightning_3d.checkpoint import load_masters
+
+        if self._settings.master_weights:
+            load_masters(self.engine.state(), checkpoint)
 
     def _load_model(self, checkpoint: Any, strict: bool) -> None:
         """Weights from a directory or a plain state_dict; kept for `setup` when the module is not cut yet."""
         from lightning_3d.checkpoint import PATH_KEY, load_model_directory, load_model_file, read_model
 
-        self._precise = checkpoint
+        if not self._is_set_up:  # its file is still there at the end of set-up
+            self._precise = checkpoint
         if self._engine is None:
             module = self._module
             meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -109,6 +116,8 @@ class Saving(Built):
             load_model_file(self.engine.state(), checkpoint["state_dict"], strict)
         if self._engine is not None and self._engine.zero is not None:
             self._engine.zero.loaded()
+            if self._is_set_up:
+                self._load_masters(checkpoint)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

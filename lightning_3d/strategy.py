@@ -363,6 +363,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
     def teardown(self) -> None:
         """Release what the run held. Parameters stay where they are: moving them one by one would break the buckets."""
         self._stop_watching()
+        self._is_set_up = False
         if self._engine is not None and self.lightning_module is not None:
             self._surroundings.end(self.lightning_module)
         for norm in self._norms:

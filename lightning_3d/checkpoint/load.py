@@ -109,6 +109,8 @@ def load_masters(state: RunState, checkpoint: Mapping[str, Any]) -> None:
         checkpoint: What Lightning loaded: it names a directory, or holds a whole `state_dict`.
     """
     rooms = state.masters()
+    if not rooms:
+        return
     if PATH_KEY in checkpoint:
         stored = _stored(checkpoint[PATH_KEY], "model.")
         rooms = {name: room for name, room in rooms.items() if name in stored}

@@ -22,7 +22,8 @@ class Unit:
         waiting: Storages whose gradients are not on their way yet, in the backward under way.
         coming: Its gather has been started.
         saved: Autograd keeps a weight of it, or something that cannot be looked into, for the backward.
-        again: It was needed after it had been released, in some pass so far: it stays until the end of the backward.
+        calls: How often its forward ran in this pass.
+        again: In the training pass before, it ran more than once on some replica: it stays until the backward ends.
         stays: Until then it is not released, in this pass.
     """
 
@@ -31,7 +32,7 @@ class Unit:
         self.storages: list[Storage] = []
         self.waiting: set[Storage] = set()
         self.coming = self.saved = self.again = self.stays = False
-        self.depth = 0
+        self.depth = self.calls = 0
 
     @property
     def is_whole(self) -> bool:

@@ -127,7 +127,7 @@ class Units:
         self._finish_sequence()
         order = [u for u in self._met if u is not self.root]
         moved = [u for u in self._forward if u in self._met and u is not self.root] != order
-        flags = [flag for u in self.units for flag in (u.saved, u.again, u.stays, not u.is_whole)]
+        flags = [flag for u in self.units for flag in (u.saved, u.calls > 1, u.stays, not u.is_whole)]
         *values, order_differs = self._meet(_BACKWARD, [*flags, moved])
         several, here = set(), set()
         for unit, *flags in zip(self.units, values[::4], values[1::4], values[2::4], values[3::4], strict=True):
@@ -157,7 +157,7 @@ class Units:
             self._finish_sequence()
             for unit in self.units:
                 unit.waiting.clear()
-                unit.depth = 0
+                unit.depth = unit.calls = 0
                 if close:
                     unit.saved = unit.stays = False
                 if not unit.stays:
@@ -232,7 +232,7 @@ class Units:
         if not unit.is_whole and not unit.coming:
             self._start_rest()
             self._meet(_UNIT + unit.index)
-            unit.again = unit.stays = True
+            unit.stays = True
             unit.start()
         if self._backward and passes:
             self._move_on(unit)
@@ -318,6 +318,7 @@ class Units:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.need(unit, passes=False)
             unit.depth += 1
+            unit.calls += not self._backward
             kept = Kept(unit, module, self.need)
             try:
                 if torch._C._functorch.peek_interpreter_stack() is not None:  # it knows no hooks on what is saved

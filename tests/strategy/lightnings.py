@@ -15,6 +15,7 @@ import pytorch_lightning as other
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -197,3 +198,23 @@ def batch_norm(sizes: dict[str, Any]) -> tuple[list[str], list[float], int, floa
     mean = state["net.1.running_mean"].full_tensor()
     count = int(state["net.1.num_batches_tracked"].full_tensor())
     return [str(w.message) for w in caught if "BatchNorm" in str(w.message)], mean.tolist(), count, loss
+
+
+# -- the learning rate finder
+class Tuned(models.LitMLP):
+    learning_rate = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+def found_rate(sizes: dict[str, Any] | None, folder: str) -> tuple[float | None, dict[str, Any]]:
+    """The suggestion, and the parameters after it: what they were before."""
+    strategy = "auto" if sizes is None else ThreeDStrategy(**sizes)
+    trainer = trainer_for(strategy, use_distributed_sampler=False, default_root_dir=folder)
+    torch.manual_seed(4)
+    module = Tuned().double()
+    loader = DataLoader(models.vectors(160), batch_size=4)
+    suggestion = Tuner(trainer).lr_find(module, loader, num_training=30, early_stop_threshold=None).suggestion()
+    parameters = dict(module.named_parameters()) if sizes is None else full_parameters(strategy)
+    return suggestion, {n: p.detach().clone() for n, p in parameters.items()}

@@ -60,6 +60,15 @@ def test_fit_test_and_predict_with_batches_of_changing_size() -> None:
             assert relative_error(got["predictions"], want["predictions"]) <= 1e-9
 
 
+def test_learning_rate_finder(tmp_path: Path) -> None:
+    want, start = launch(lightnings.found_rate, 1, None, str(tmp_path))[0]
+    assert want is not None
+    for layout in (sizes(), sizes(2), sizes(1, 2)):
+        for suggestion, parameters in launch(lightnings.found_rate, 2, layout, str(tmp_path)):
+            assert suggestion == pytest.approx(want, rel=1e-9)
+            assert max(relative_error(parameters[n], p) for n, p in start.items()) <= 1e-12
+
+
 def test_validation_before_fit() -> None:
     """What a fit asks for (microbatches, checks, a proof) holds although the module was cut for a validation."""
     want = launch(lightnings.validate_then_fit, 1, None)[0]

@@ -7,7 +7,7 @@ A compiler cannot follow tensors that show another shape than they have. So a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -65,10 +65,32 @@ def run_eagerly(module: nn.Module) -> None:
             child.__dict__[_KEPT] = None if context is None else UserCompiler(context)
             child.__dict__["_compiled_call_impl"] = None
         elif child.__dict__.get("_compiler_ctx") is not None:
-            uncompile_steps(child)
+            _uncompile_steps(child)
 
 
-def uncompile_steps(module: nn.Module) -> None:
+def run_eagerly_around(module: nn.Module, inner: Iterable[nn.Module]) -> list[str]:
+    """Let modules that were compiled with one of `inner` inside run uncompiled; returns their names."""
+    ids = {id(part) for part in inner}
+    names = []
+    for name, child in module.named_modules():
+        own = child.__dict__
+        if not any(id(part) in ids for part in child.modules() if part is not child):
+            continue
+        if isinstance(child, OptimizedModule):
+            own[_KEPT] = UserCompiler(child.dynamo_ctx)
+            own.pop("forward", None)
+            object.__setattr__(child, "__class__", EagerModule)
+        elif own.get("_compiled_call_impl") is not None:
+            own["_compiled_call_impl"] = None
+        elif own.get("_compiler_ctx") is not None:
+            _uncompile_steps(child)
+        else:
+            continue
+        names.append(name or type(child).__name__)
+    return names
+
+
+def _uncompile_steps(module: nn.Module) -> None:
     """A LightningModule that was given to the Trainer compiled: Lightning has replaced its steps on the instance."""
     own = module.__dict__
     kept = own["_compiler_ctx"]
