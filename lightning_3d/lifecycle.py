@@ -408,8 +408,8 @@ def _uncompile_around_blocks(module: nn.Module) -> None:
     names = run_eagerly_around(module, blocks)
     if names:
         rank_zero_warn(
-            f"{', '.join(names)} was compiled with all its blocks; with zero_stage=3 it runs uncompiled, since parameters "
-            "come and go between blocks. Compile the blocks: block.compile()."
+            f"{', '.join(names)} was compiled with all its blocks; with zero_stage=3 it runs uncompiled, since "
+            "parameters come and go between blocks. Compile the blocks: block.compile()."
         )
 
 

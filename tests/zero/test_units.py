@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.comm import Communicator, ProcessCommunicator
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.tensor.recorded.eager import run_eagerly_around
 from lightning_3d.testing import relative_error, run_distributed
 from lightning_3d.zero import Share, Units, Zero, find_units
 
@@ -408,3 +409,15 @@ def test_reads_outside_of_steps_say_what_to_do() -> None:
         assert all("whole_parameters()" in text for text in texts[:5])
         assert "'blocks.1.up.weight'" in texts[0]
         assert "blocks.0, blocks.1 is needed once more in one step by some" in texts[5]
+
+
+def test_what_is_compiled_around_blocks_runs_uncompiled() -> None:
+    net = make("plain")
+    net.compile(backend="aot_eager")
+    net.blocks[0].compile(backend="aot_eager")
+    assert run_eagerly_around(net, net.blocks) == ["Net"]
+    assert net._compiled_call_impl is None
+    assert net.blocks[0]._compiled_call_impl is not None
+    outer = nn.Sequential(torch.compile(make("plain"), backend="aot_eager"))
+    assert run_eagerly_around(outer, outer[0]._orig_mod.blocks) == ["0"]
+    assert outer(batch(0, 0)).equal(make("plain")(batch(0, 0)))
