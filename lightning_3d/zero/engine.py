@@ -315,6 +315,8 @@ class Zero(Holdings):
         """
         flight = bucket.flight
         assert flight is not None
+        if bucket.device.type != "cpu":
+            return True  # there only the device's stream waits
         until = time.monotonic() + self._patience
         while not flight.is_completed():
             if time.monotonic() > until:
