@@ -182,7 +182,7 @@ def resumed(folder: Path, before: dict[str, Any], after: dict[str, Any], distrib
 def overflow(sizes: list[dict[str, Any]]) -> list[tuple[list[float], float, float, float]]:
     """(scale after every step, first loss, difference between replicas, difference to the start after the overflow).
 
-    In the second batch the values of the last replica are too large for float16.
+    In the second batch one element of one gradient of the last replica is too large for float16.
     """
     return [_overflow(ThreeDStrategy(**size)) for size in sizes]
 
@@ -194,6 +194,20 @@ def _overflow(strategy: ThreeDStrategy) -> tuple[list[float], float, float, floa
     states: list[Any] = []
     losses: list[float] = []
 
+    overflows = False
+
+    def begin(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        nonlocal overflows
+        overflows = batch_idx == 1 and strategy.data_parallel_rank == strategy.data_parallel_size - 1
+
+    def spoil(gradient: Tensor) -> Tensor:
+        """One element, which one rank alone will unscale."""
+        out = gradient.clone()
+        out[0, 0] += float("inf") if overflows else 0.0
+        return out
+
+    module.net[0].weight.register_hook(spoil)
+
     def note(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         scales.append(scaler.get_scale())
         losses.append(float(outputs["loss"]))
@@ -201,14 +215,13 @@ def _overflow(strategy: ThreeDStrategy) -> tuple[list[float], float, float, floa
 
     def train_dataloader() -> Any:
         own = batches(strategy.data_parallel_rank, strategy.data_parallel_size, STEPS)
-        if strategy.data_parallel_rank == strategy.data_parallel_size - 1:
-            own[1] = {**own[1], "x": own[1]["x"] * 1e6}
         return DataLoader(Batches(own), batch_size=None)
 
     module.train_dataloader = train_dataloader  # type: ignore[method-assign]
     trainer = trainer_for(
         strategy, max_epochs=1, use_distributed_sampler=False, precision=None,
-        callbacks=[LambdaCallback(on_train_batch_end=note)], plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        callbacks=[LambdaCallback(on_train_batch_start=begin, on_train_batch_end=note)],
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
     )  # fmt: skip
     trainer.fit(module)
     moved = max((float((states[1][n] - states[0][n]).abs().max()) for n in states[0]), default=0.0)
