@@ -1,16 +1,11 @@
-"""WHAT was built for this module?  The rooms put together: tensor plan, pipeline, ZeRO, in that order.
+"""WHAT does a rank run for this module?  Steps through what was constructed, with ZeRO around them; and its state.
 
-The order is fixed by what each room must see (docs/decisions/0001): the optimizers are configured on the whole
-module, then the tensor plan is made, proved and applied, then the pipeline is traced on the rewritten module and what
-other stages hold is dropped, and last ZeRO re-points the optimizers' groups. Parameters keep their identity all along.
+Last in the order of set-up (construction.py), ZeRO re-points the optimizers' groups.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,181 +16,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_3d.batch_loss import warn_of_cut_loss
 from lightning_3d.checkpoint import ParameterRecord, RunState
-from lightning_3d.layout import Layout
-from lightning_3d.mesh import Mesh
-from lightning_3d.microbatches import count_microbatches
-from lightning_3d.observe import TraceRecorder, windows_of
-from lightning_3d.observe.device import DeviceClock
-from lightning_3d.pipeline import Partition, PipelineRunner, StepResult
+from lightning_3d.construction import Construction
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.pipeline import StepResult
 from lightning_3d.pipeline.rng import forked, mix, seed_torch
 from lightning_3d.pipeline.schedule import Action
-from lightning_3d.pipeline.training_schedule import TrainingSchedule
-from lightning_3d.probe import agree, call_step, intercept_functions, metrics_alone
-from lightning_3d.proof import prove
-from lightning_3d.recompute import Recompute, find_blocks
-from lightning_3d.settings import Settings
+from lightning_3d.probe import call_step, intercept_functions
+from lightning_3d.recompute import find_blocks
 from lightning_3d.tensor import (
-    Placement,
     ShardedTensor,
-    TensorGroup,
-    TensorPlan,
     cut_optimizer_state,
     function_guard,
-    mark_state_dicts,
-    plan_tensor_parallel,
-    rewrite,
     whole,
 )
-from lightning_3d.tensor.recorded.compiled import warn_uncompiled
-from lightning_3d.tensor.recorded.eager import compiled_modules
-from lightning_3d.tensor.recorded.recording import Recording
 from lightning_3d.zero import Share, Units, Zero, find_units, is_low
 
 _log = logging.getLogger(__name__)
 
 
-class Engine:
-    """Everything made for one LightningModule on this rank.
-
-    Args:
-        module: The LightningModule, whole, with equal weights on all ranks.
-        mesh: This rank's place.
-        settings: The user's choices.
-    """
-
-    def __init__(self, module: nn.Module, mesh: Mesh, settings: Settings) -> None:
-        self.module, self.mesh, self.settings = module, mesh, settings
-        self.layout: Layout = mesh.layout
-        self.names = {id(p): n for n, p in module.named_parameters()}
-        self.parameters = dict(module.named_parameters())
-        self.global_shapes = {n: tuple(p.shape) for n, p in self.parameters.items()}
-        self.tensor_plan: TensorPlan | None = None
-        self.proved: str | None = None  # what was proved, on rank zero
-        self._cut_by = ""  # the step that was followed
-        self._began = time.monotonic()
-        self.tensor_group = TensorGroup(mesh.tensor, exact_dropout=settings.exact_dropout)
-        self.recording: Recording | None = None
-        self.recompute = Recompute(module, None)
-        self.runner: PipelineRunner | None = None
-        self.partition: Partition | None = None
-        self.zero: Zero | None = None
-        self.recorder: TraceRecorder | None = None
-        # rank zero's random state is everywhere by now, so this is equal on all ranks
-        self.seed = torch.initial_seed() & 0x7FFF_FFFF
-        if settings.record_timeline:
-            clock = DeviceClock() if mesh.device.type == "cuda" else None
-            self.recorder = TraceRecorder(
-                mesh.rank, mesh.at.pp, dp=mesh.at.dp, tp=mesh.at.tp, layout=str(self.layout), clock=clock
-            )
-
-    # -- building
-    def cut(self, step_name: str, batch: Any) -> None:
-        """Plan and cut the model over tp and pp by following `batch` through the user's step.
-
-        Raises:
-            ConfigurationError: The model or the step cannot be cut as asked; equal on all ranks.
-        """
-        self._cut_by = step_name
-        training = step_name == "training_step"  # other steps are not cut into microbatches
-        microbatches = self._microbatches(batch) if training and self.layout.pp > 1 else 1
-        with metrics_alone(self.module):
-            warn_of_cut_loss(self.module, batch, microbatches, self.settings.verify)
-            if self.layout.tp > 1:
-                self._cut_tensors(step_name, batch)
-            if self.layout.pp > 1:
-                self._cut_stages(step_name, batch, microbatches)
-        atoms = self.runner.atoms if self.runner is not None else {}
-        opened = {name for atom in atoms for name in _ancestors(atom)}
-        choice = self.settings.activation_checkpointing
-        self.recompute = Recompute(self.module, choice, self.mesh.at.pp, self.layout.pp, opened)
-
-    def _cut_stages(self, step_name: str, batch: Any, microbatches: int) -> None:
-        self.runner = PipelineRunner(
-            self.module,
-            self.mesh,
-            schedule=self._schedule(),
-            num_microbatches=microbatches,
-            tensor_group=self.tensor_group if self.layout.tp > 1 else None,
-            split=self.settings.pipeline_split,
-            seed=self.seed,
-            forward_context=self._forward_context,
-            recorder=self.recorder,
-        )
-        self.partition = self.runner.setup(step_name, batch)
-        if self.recorder is not None:
-            self.recorder.windows = windows_of(self.partition)
-        self.runner.surround(lambda: self.recompute.active())
-
-    def _schedule(self) -> TrainingSchedule:
-        layout = self.layout
-        schedule = TrainingSchedule(layout.schedule, layout.pp, layout.virtual, layout.order)
-        agree("the pipeline schedule", (schedule.owners, schedule.microbatches), self.mesh.replica)
-        return schedule
-
-    def _cut_tensors(self, step_name: str, batch: Any) -> None:
-        def step_on(module: nn.Module, batch: Any) -> Any:
-            with self.settings.forward_context():
-                return call_step(module, step_name, batch, 0)
-
-        overrides = self.settings.tensor_parallel_plan
-        self.tensor_plan = plan_tensor_parallel(
-            self.module,
-            lambda module: step_on(module, batch),
-            self.layout.tp,
-            overrides=None if isinstance(overrides, str) else overrides,
-            sequence=self.settings.sequence_parallel,
-            strict=self.settings.strict_tensor_parallel,
-        )
-        for text in self.tensor_plan.whole_heads() if self.mesh.rank == 0 else ():
-            _log.warning(text)
-        seen = (self.tensor_plan.to_dict(), self.tensor_plan.conversions)
-        agree("the tensor-parallel plan", seen, self.mesh.replica)
-        if (warning := self.tensor_plan.hardly_divides()) is not None and self.mesh.rank == 0:
-            _log.warning(warning)
-        if step_name == "training_step":
-            self.proved = prove(self.module, self.tensor_plan, step_on, batch, self.mesh, self.settings.verify)
-        shared = {d.placement.copies for d in self.tensor_plan.decisions.values() if d.placement is not None}
-        self.tensor_group.parts = {c: self.mesh.tensor_part(c) for c in sorted(shared) if c > 1}
-        rewrite(self.module, self.tensor_plan, self.tensor_group)
-        mark_state_dicts(self.module, self.global_shapes, self.mesh.at.tp, self.layout.tp)
-        if self.settings.record:
-            self.recording = Recording(self.module, self.tensor_group)
-        elif self.mesh.rank == 0:
-            for name in compiled_modules(self.module):
-                warn_uncompiled(name, "record=False, and only recorded programs can be compiled")
-
-    def summary(self) -> str:
-        """One line about what was built, for the log."""
-        parts = [f"lightning_3d: {self.layout}"]
-        if self.tensor_plan is not None:
-            parts.append(f"{self.tensor_plan.sharded_fraction:.0%} of the parameters divided over tp")
-            if self.proved is not None:
-                parts.append(self.proved)
-        if self.runner is not None:
-            counts = [sum(math.prod(self.global_shapes[n]) for n in held) for held in self.stage_names()]
-            parts.append("stages of " + " + ".join(f"{count:,}" for count in counts) + " parameters")
-        if self.recompute.blocks:
-            parts.append(f"{len(self.recompute.blocks)} blocks recompute activations")
-        seconds = time.monotonic() - self._began
-        return f"{', '.join(parts)} ({seconds:.1f} s). print(strategy.explain()) shows the plan."
-
-    def stage_names(self) -> list[list[str]]:
-        """Names of the parameters every pipeline stage holds."""
-        assert self.runner is not None
-        return [[n for n, s in self.runner.holders.items() if stage in s] for stage in range(self.layout.pp)]
-
-    @contextmanager
-    def _recorded(self, number: int) -> Iterator[None]:
-        if self.recorder is not None:
-            self.recorder.begin_step(number)
-        yield
-        if self.recorder is not None:
-            self.recorder.end_step()
-
-    def _microbatches(self, batch: Any) -> int:
-        return count_microbatches(self.layout, self.settings.num_microbatches, batch)
+class Engine(Construction):
+    """Everything made for one LightningModule on this rank; see `Construction`."""
 
     def shard(self, optimizers: Sequence[Optimizer], watched: bool = False, keeps: bool = False) -> None:
         """Hand the optimizers' groups and the gradients to ZeRO.
@@ -209,6 +50,11 @@ class Engine:
             _log.warning(
                 f"the tensor-parallel plan was made for {self._cut_by}, so it is not proved before training: the "
                 "original is no longer there. Call fit first, or lightning_3d.verify(module, batch, layout) beforehand."
+            )
+        if self.settings.float32_gradients and not any(map(is_low, self.parameters.values())):
+            raise ConfigurationError(
+                "float32_gradients=True has no effect: no parameter has less than float32 precision, so gradients are "
+                "added up and reduced in the parameters' own. It is for precision='bf16-true' or '16-true'; remove it."
             )
         for optimizer in optimizers if self.layout.tp > 1 else ():
             cut_optimizer_state(optimizer, self.tensor_group)
@@ -243,9 +89,9 @@ class Engine:
 
     def _units(self) -> Units:
         """In a pipeline all parameters of the stage are gathered once for all microbatches of a batch."""
-        blocks = [] if self.runner is not None else find_blocks(self.module)
-        large = self._bucket_bytes if self.runner is None else sys.maxsize
-        names = find_units(self.module, blocks, large)
+        names: dict[str, list[str]] = {}
+        if self.runner is None:
+            names = find_units(self.module, find_blocks(self.module), self._bucket_bytes)
         modules = {name: self.module.get_submodule(name) for name in names}
         return Units(modules, names.values(), self.mesh.gathers, self.mesh.control)
 
@@ -271,26 +117,6 @@ class Engine:
             yield
         if close:
             units.end(close=True)
-
-    @property
-    def held(self) -> dict[str, nn.Parameter]:
-        """The parameters this rank has, in the module's order."""
-        if self.runner is None:
-            return self.parameters
-        return {n: p for n, p in self.parameters.items() if n in self.runner.parameters}
-
-    @property
-    def counted(self) -> set[str]:
-        """Names of the parameters whose elements here no other (tp, pp) rank counts: in norms and checkpoints."""
-        names = set(self.held) if self.runner is None else set(self.runner.counted)
-        if self.mesh.at.tp == 0:
-            return names
-        cuts = {n: self.placement(n) for n in names}
-        return {n for n, cut in cuts.items() if cut is not None and self.mesh.at.tp % cut.copies == 0}
-
-    def placement(self, name: str) -> Placement | None:
-        """How a parameter is cut over tp, or None."""
-        return getattr(self.parameters[name], "placement", None)
 
     # -- running
     @contextmanager
@@ -332,10 +158,12 @@ class Engine:
             return out if self.layout.tp == 1 else tree_map(_whole, out)
 
     @contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        """Around every forward (of a microbatch and stage), never around a backward."""
-        with self.settings.forward_context(), self.tensor_group.shared_entries.one_forward():
-            yield
+    def _recorded(self, number: int) -> Iterator[None]:
+        if self.recorder is not None:
+            self.recorder.begin_step(number)
+        yield
+        if self.recorder is not None:
+            self.recorder.end_step()
 
     def pipeline_train(
         self, batch: Any, batch_idx: int, scale: float | Tensor, last: bool, keep_gradients: bool, number: int
@@ -429,12 +257,6 @@ class Engine:
         last = self.layout.pp - 1
         stage = last if self.runner is None else self.runner.buffers.get(key, last)
         return at.dp == 0 and at.tp == 0 and at.pp == stage
-
-
-def _ancestors(name: str) -> list[str]:
-    """The modules a module lies in, by name."""
-    keys = name.split(".")
-    return [".".join(keys[:n]) for n in range(1, len(keys))]
 
 
 def _whole(value: Any) -> Any:

@@ -2,74 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.seed import (
-    _collect_rng_states,
-    _set_rng_states,
-    pl_worker_init_function,
-)
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_3d.data import (
-    broadcast_batch,
     check_equal_batches,
     check_equal_evaluation,
     check_same_batch,
-    first_batch,
     fit_loader_to_replicas,
-    random_state_kept,
     stand_in_for_empty,
 )
-from lightning_3d.engine import Engine
-from lightning_3d.errors import ConfigurationError
-from lightning_3d.gradients import clip, norm_of, norms_of
-from lightning_3d.materialize import materialize
 from lightning_3d.norms import GlobalGradNorm, GlobalTorchNorm
 from lightning_3d.observe.failure import FailureWatch
 from lightning_3d.observe.hang import HangReport
-from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import LogCall, Relay
-from lightning_3d.observe.results import join_results
-from lightning_3d.precision import loss_scale, make_clipping_global, make_scaler_global
-from lightning_3d.probe import agree, own_parameters
-from lightning_3d.recompute import find_blocks
-from lightning_3d.saving import Saving
-from lightning_3d.skipping import SKIPPED, Skips, drop_gradients, let_steps_be_skipped
-from lightning_3d.stopping import may_stop, stop_together
-from lightning_3d.suitability import (
-    BACKWARD_HOOKS,
-    GRADIENT_HOOKS,
-    ZERO_GRAD_HOOKS,
-    check_can_be_trained,
-    check_is_made,
-    check_is_whole,
-    is_overridden,
-    warn_of_views,
-)
+from lightning_3d.precision import loss_scale
+from lightning_3d.probe import own_parameters
+from lightning_3d.set_up import SetUp
+from lightning_3d.skipping import SKIPPED, Skips, drop_gradients
+from lightning_3d.suitability import ZERO_GRAD_HOOKS, is_overridden
 from lightning_3d.surrogate import surrogate_loss
 from lightning_3d.surroundings import Surroundings
-from lightning_3d.tensor.recorded.eager import run_eagerly_around
-from lightning_3d.zero import release_former
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline import StepResult
 _ALLOWS_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
-_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-class Lifecycle(Saving):
-    """Set-up, steps, logs and failures; `ThreeDStrategyBase` adds the arguments, the mesh and checkpoints."""
-
-    package: str
+class Lifecycle(SetUp):
+    """Steps, logs and failures; `ThreeDStrategyBase` adds the arguments, the mesh and checkpoints."""
 
     def _init_lifecycle(self) -> None:
         self._accumulating = False
@@ -136,144 +104,6 @@ class Lifecycle(Saving):
         if step_name not in self._checked and self.mesh.replica.size > 1:
             self._checked.add(step_name)
             check_same_batch(batch, self.mesh.replica, f"first batch of {step_name}")
-
-    # -- set-up
-    def connect(self, model: Any) -> None:
-        if not any(f"{c.__module__}".startswith(self.package + ".") for c in type(model).__mro__):
-            raise ConfigurationError(
-                f"{type(model).__name__} is no LightningModule of `{self.package}`, for which this {self!r} is."
-            )
-        super().connect(model)
-
-    def setup(self, trainer: Any) -> None:
-        """Plan, prove and cut the module the first time; connect optimizers and a checkpoint every time."""
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        module = self._module
-        self._surroundings.clear()
-        fitting = trainer.state.fn == "fit"
-        first = self._engine is None or self._engine.module is not module
-        if first:
-            release_former(module.parameters())
-            check_is_made(module)
-            check_is_whole(module)
-            layout = self.mesh.layout
-            if layout.replica_size > 1 or (layout.dp > 1 and layout.zero):
-                warn_of_views(module)
-            if layout.dp > 1 and layout.zero == 3:
-                _uncompile_around_blocks(module)
-        if fitting:
-            check_can_be_trained(module, self.mesh.layout, trainer.callbacks, self._settings.num_microbatches)
-        if first:
-            self._equalize(module)
-        if fitting:
-            self.setup_optimizers(trainer)
-        if first:
-            self._build(trainer, module)
-        if self._hang is not None:
-            self._hang.follow(self.engine.runner)
-        if fitting:
-            watched = not module.automatic_optimization or is_overridden(module, trainer.callbacks, GRADIENT_HOOKS)
-            keeps = trainer.accumulate_grad_batches > 1 and is_overridden(module, trainer.callbacks, BACKWARD_HOOKS)
-            if keeps and self.mesh.layout.zero > 1:
-                rank_zero_info(
-                    "lightning_3d: on_after_backward is overridden, so gradients are kept whole while batches are "
-                    "accumulated, as with zero_stage=1. Use on_before_optimizer_step to keep this rank's part only."
-                )
-            self.engine.shard(self.optimizers, watched, keeps)
-            self._norms = [
-                GlobalTorchNorm(partial(norm_of, self.engine)),
-                GlobalGradNorm(self.package, lambda m, p: norms_of(self.engine, m, p, not self._accumulating)),
-            ]
-            for norm in self._norms:
-                norm.install()
-            self._skips = None
-            if module.automatic_optimization and (self.engine.runner is not None or self.mesh.layout.dp == 1):
-                self._skips = Skips(self.mesh.control)
-                let_steps_be_skipped(trainer)
-        self.setup_precision_plugin()
-        make_clipping_global(self.precision_plugin, self._clip, self._collect)
-        make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            # tensors made in inference mode (buffers, caches) could not be used by a later `fit`
-            loop.inference_mode = False
-        self._let_ranks_agree(trainer, module)
-        self._load_pending(fitting)
-        self._surroundings.begin(trainer, module, self.mesh.layout)
-
-    def _let_ranks_agree(self, trainer: Any, module: Any) -> None:
-        """On what Lightning's loops decide on each rank by itself."""
-        if self.mesh.layout.dp > 1:
-            join_results(trainer, module, self.mesh.control, self.reduce)
-        if self.mesh.layout.world_size > 1 and may_stop(module, trainer.callbacks):
-            stop_together(trainer, partial(self.reduce_boolean_decision, all=False))
-
-    def _clip(self, optimizer: Any, max_norm: float) -> None:
-        clip(self.engine, getattr(optimizer, "_optimizer", optimizer), max_norm)
-
-    def _collect(self) -> None:
-        if self._engine is not None and self._engine.zero is not None:
-            self._zero.shown.collect()
-            self._zero.after_closure()
-
-    def _equalize(self, module: nn.Module) -> None:
-        """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
-        self._check_order(module)
-        materialize(module, self.root_device)
-        self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        if self._layer_sync is not None:
-            nn.SyncBatchNorm.convert_sync_batchnorm(module, self.mesh.data.group)
-        world = self.mesh.world
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                world.broadcast(tensor.data if tensor.is_contiguous() else _contiguous(tensor), 0)
-        _set_rng_states(world.broadcast_object(_collect_rng_states(include_cuda=False), 0))
-
-    def _check_order(self, module: nn.Module) -> None:
-        """Ranks pair parameters, buffers and optimizer groups by their order."""
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        try:
-            agree("the order of parameters", [(n, tuple(x.shape)) for n, x in tensors], self.mesh.world)
-        except ConfigurationError:
-            raise ConfigurationError(
-                f"the parameters and buffers of {type(module).__name__} are registered in another order, or with other "
-                "shapes, on some ranks than on rank 0, so weights would change places. Look for modules made while "
-                "going through a set (its order differs between processes), and for code that depends on the rank."
-            ) from None
-
-    def _build(self, trainer: Any, module: Any) -> None:
-        settings = dataclasses.replace(self._settings, forward_context=lambda: self.precision_plugin.forward_context())
-        engine = Engine(module, self.mesh, settings)
-        step_name = _STEPS[trainer.state.fn.value]
-        batch = self._peek(trainer, step_name) if engine.layout.replica_size > 1 else None
-        self._planning = True
-        try:
-            engine.cut(step_name, batch)
-        finally:
-            self._planning = False
-        rank_zero_info(engine.summary())
-        self._engine = engine
-        self._relay = Relay(self.mesh.replica, self.mesh.replica_control, self.mesh.device)
-        attach_metrics(module, self.mesh, self._relay)
-
-    def _peek(self, trainer: Any, step_name: str) -> Any:
-        """The first batch of rank zero, moved and converted as Lightning will, the same on all ranks."""
-        loop = getattr(trainer, f"{trainer.state.fn.value}_loop")
-        with random_state_kept(_collect_rng_states, _set_rng_states):
-            loaders = loop._data_source.dataloader()
-            if step_name != "training_step" and isinstance(loaders, Sequence):
-                loaders = loaders[0]
-            batch = first_batch(loaders)
-        batch = broadcast_batch(batch, self.mesh.world)
-        batch = self.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self.batch_to_device(batch, dataloader_idx=0)
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        if self._engine is not None and self._engine.zero is not None:
-            self._zero.release()
-        super().setup_optimizers(trainer)
 
     # -- evaluation
     def on_validation_start(self) -> None:
@@ -403,24 +233,9 @@ class Lifecycle(Saving):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
 
-def _uncompile_around_blocks(module: nn.Module) -> None:
-    blocks = [module.get_submodule(name) for name in find_blocks(module)]
-    names = run_eagerly_around(module, blocks)
-    if names:
-        rank_zero_warn(
-            f"{', '.join(names)} was compiled with all its blocks; with zero_stage=3 it runs uncompiled, since "
-            "parameters come and go between blocks. Compile the blocks: block.compile()."
-        )
-
-
 def _leave_fake_gradients(module: nn.Module) -> None:
     """What a step that scales or clips `p.grad` after its `manual_backward` finds while it is being followed."""
     with torch._C.DisableTorchFunction():  # the plan must not see these as uses of the parameters
         for parameter in own_parameters(module):
             if isinstance(parameter, FakeTensor) and parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    tensor.data = tensor.data.contiguous()
-    return tensor.data
