@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.engine import Engine
+from lightning_3d.probe import own_named_parameters
 from lightning_3d.zero import Zero, scale_gradients, total_norm
 
 
@@ -80,9 +81,11 @@ def norms_of(engine: Engine, module: nn.Module, norm_type: float, summed: bool) 
 
     Collectives: two all-reduces of a number per parameter, over all ranks (or those of the replica).
     """
-    names = {name: engine.names.get(id(p)) for name, p in module.named_parameters()}
-    if None in names.values():
-        return None
+    names = {}
+    for name, parameter in own_named_parameters(module).items():
+        if id(parameter) not in engine.names:
+            return None
+        names[name] = engine.names[id(parameter)]
     zero = _zero(engine)
     zero.shown.collect()
     group = engine.mesh.world if summed else engine.mesh.replica
@@ -101,7 +104,7 @@ def norms_of(engine: Engine, module: nn.Module, norm_type: float, summed: bool) 
         group.all_reduce(there, "max")
         group.all_reduce(parts, "max" if infinite else "sum")
     norms = parts if infinite else parts ** (1.0 / norm_type)
-    dtypes = [engine.parameters[name].dtype for name in names.values() if name is not None]
+    dtypes = [engine.parameters[name].dtype for name in names.values()]
     return {
         name: norm.to(dtype)
         for name, norm, dtype, has in zip(names, norms.unbind(), dtypes, there.tolist(), strict=True)
@@ -109,9 +112,15 @@ def norms_of(engine: Engine, module: nn.Module, norm_type: float, summed: bool) 
     }
 
 
-def _counted_gradient(engine: Engine, name: str | None, summed: bool) -> Tensor | None:
+def norms_while_planned(module: nn.Module, norm_type: float) -> dict[str, Tensor]:
+    """What a step that asks for norms finds while it is being followed: of gradients without values, not as uses."""
+    with torch._C.DisableTorchFunction():
+        named = own_named_parameters(module).items()
+        return {name: p.grad.norm(norm_type) for name, p in named if p.grad is not None}
+
+
+def _counted_gradient(engine: Engine, name: str, summed: bool) -> Tensor | None:
     """What this rank counts of a parameter's gradient."""
-    assert name is not None
     parameter = engine.parameters[name]
     if not summed:
         return parameter.grad

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from types import CodeType, ModuleType
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 
 class GlobalTorchNorm:
@@ -72,38 +73,50 @@ class GlobalGradNorm:
         norms: (module, norm type) -> norms by the module's own names, or None where its parameters are not the run's.
     """
 
+    installed: ClassVar[list[GlobalGradNorm]] = []
+    """Of all runs of the process; the one whose parameters they are answers."""
+
     def __init__(self, package: str, norms: Callable[[nn.Module, float], Norms | None]) -> None:
-        self._package, self._norms = package, norms
-        self._code: CodeType | None = None
+        self.norms = norms
+        name = f"{package}.utilities.grads"
+        self._function: Any = vars(sys.modules[name])["grad_norm"]
 
     def install(self) -> None:
-        utility = self._utility()
-        if self._code is None and not hasattr(utility, "_of_the_mesh"):
-            self._code = utility.grad_norm.__code__
-            vars(utility)["_of_the_mesh"] = self._grad_norm
-            utility.grad_norm.__code__ = _asks_the_mesh.__code__
+        if self not in self.installed:
+            self.installed.append(self)
+        if self._function.__code__ is not _asks_the_mesh.__code__:
+            _codes[self._function] = self._function.__code__
+            self._function.__globals__["_of_the_mesh"] = _grad_norm
+            self._function.__code__ = _asks_the_mesh.__code__
 
     def remove(self) -> None:
-        if self._code is not None:
-            utility = self._utility()
-            utility.grad_norm.__code__, self._code = self._code, None
-            del vars(utility)["_of_the_mesh"]
+        if self in self.installed:
+            self.installed.remove(self)
+        if self._function in _codes and all(other._function is not self._function for other in self.installed):
+            self._function.__code__ = _codes.pop(self._function)
+            del self._function.__globals__["_of_the_mesh"]
 
-    def _utility(self) -> ModuleType:
-        root = self._package.partition(".pytorch")[0]
-        return sys.modules[f"{root}.pytorch.utilities.grads" if root == "lightning" else f"{root}.utilities.grads"]
 
-    def _grad_norm(self, module: nn.Module, norm_type: float | int | str, group_separator: str) -> dict[str, Any]:
-        order = float(norm_type)
-        if order <= 0:
-            raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
-        found = self._norms(module, order)
-        if found is None:
-            found = {n: p.grad.data.norm(order) for n, p in module.named_parameters() if p.grad is not None}
-        norms = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
-        if norms:
-            norms[f"grad_{order}_norm_total"] = torch.tensor(list(norms.values())).norm(order)
-        return norms
+_codes: dict[Any, CodeType] = {}
+"""Lightning's functions (two packages may be in use) -> their own code."""
+
+
+def _grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str) -> dict[str, Any]:
+    """As Lightning's, whose errors and names it has."""
+    order = float(norm_type)
+    if order <= 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
+    answers = (each.norms(module, order) for each in reversed(GlobalGradNorm.installed))
+    found = next((answer for answer in answers if answer is not None), None)
+    if found is None:
+        found = {n: p.grad.data.norm(order) for n, p in module.named_parameters() if p.grad is not None}
+    norms = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
+    if norms:
+        values = list(norms.values())
+        planned = isinstance(values[0], FakeTensor)  # has no number to make a tensor of
+        total = torch.stack([v.float() for v in values]) if planned else torch.tensor(values)
+        norms[f"grad_{order}_norm_total"] = total.norm(order)
+    return norms
 
 
 def _asks_the_mesh(module: Any, norm_type: Any, group_separator: Any = "/") -> Any:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -150,7 +151,7 @@ def _changes_buffers(module: Any) -> bool:
 
 def warn_of_views(module: Any) -> None:
     """Say what will go stale when parameters move into buffers of their own: tensors that share their memory."""
-    owners = {p.untyped_storage()._cdata: n for n, p in module.named_parameters() if not p.is_meta}
+    owners = {p.untyped_storage()._cdata: n for n, p in module.named_parameters() if _is_plain(p.data)}
     for path, part in module.named_modules():
         for key, value in vars(part).items():
             if f"{key}_orig" in part._parameters:  # computed anew by a hook
@@ -166,4 +167,4 @@ def warn_of_views(module: Any) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    return type(value) is Tensor and not value.is_meta
+    return type(value) is Tensor and not value.is_meta and value.layout is torch.strided

@@ -50,7 +50,9 @@ class _Entry(torch.autograd.Function):
 def _entry(leaf: Tensor) -> Tensor:
     entry: Tensor = original_apply(_Entry, leaf)
     # autograd runs what was made last first; but another stage waits for this gradient, and for no weight's
-    getattr(entry.grad_fn, "_set_sequence_nr", int)(_FIRST)
+    node: Any = entry.grad_fn
+    if hasattr(node, "_set_sequence_nr"):  # without it the order is the usual one
+        node._set_sequence_nr(_FIRST)
     return entry
 
 

@@ -9,7 +9,14 @@ from lightning_3d.probe.reads import VALUE_READS, Answers, retry
 from lightning_3d.probe.shared_patch import SharedPatch
 from lightning_3d.probe.short import shorter_batches
 from lightning_3d.probe.state import ModuleState
-from lightning_3d.probe.step import call_step, metrics_alone, own_parameters, parameters_shown, probe_arguments
+from lightning_3d.probe.step import (
+    call_step,
+    metrics_alone,
+    own_named_parameters,
+    own_parameters,
+    parameters_shown,
+    probe_arguments,
+)
 
 __all__ = [
     "VALUE_READS",
@@ -26,6 +33,7 @@ __all__ = [
     "intercept_functions",
     "metrics_alone",
     "own_generators",
+    "own_named_parameters",
     "own_parameters",
     "parameters_shown",
     "probe_arguments",

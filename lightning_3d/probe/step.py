@@ -60,7 +60,12 @@ _inside = threading.local()  # simulated ranks are threads
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters themselves, also inside a step."""
-    return [parameter for _, parameter in _named_parameters(module)]
+    return list(own_named_parameters(module).values())
+
+
+def own_named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The same by name."""
+    return dict(_named_parameters(module))
 
 
 class parameters_as_read:

@@ -1,7 +1,7 @@
 """IS the rewritten model the same function?  Original against rewritten, on simulated ranks, in float64.
 
 The plan is not trusted: loss and the gradient of every parameter must agree before training starts. A step that calls
-`manual_backward` itself is compared by the losses it passes to it, and by the gradients all of them leave.
+`manual_backward` itself is compared by the losses it passes to it, and by the sums of the gradients they give.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.comm import Ledger
 from lightning_3d.errors import ParityError, TensorPlanError
-from lightning_3d.probe import intercept_functions, python_state
+from lightning_3d.probe import intercept_functions, own_parameters, python_state
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.exact import Exactly, experiment, relative_difference
 from lightning_3d.tensor.functions import function_guard
@@ -166,20 +166,34 @@ class NothingToProve(TensorPlanError):
 def _run(module: nn.Module, step: Step) -> list[Tensor]:
     """The step's losses; their gradients are in the module's parameters afterwards.
 
-    With manual optimization these are the losses given to `manual_backward`. The optimizers belong to the module that
-    was copied, so nothing zeroes the gradients in between: those of all losses are compared, summed.
+    With manual optimization these are the losses given to `manual_backward`, and the gradients are the sums of what
+    their backwards gave. What the step does to gradients in between (zeroes, clips, scales them by a norm, which here
+    is a rank's own) is not compared.
     """
     losses: list[Tensor] = []
+    sums: dict[nn.Parameter, Tensor] = {}
     manual = not getattr(module, "automatic_optimization", True)
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         losses.append(whole(loss.detach()))
+        before = {p: p.grad for p in own_parameters(module)}
+        for parameter in before:
+            parameter.grad = None
         loss.backward(*args, **kwargs)
+        for parameter, old in before.items():
+            new = parameter.grad
+            if new is None:
+                parameter.grad = old
+                continue
+            sums[parameter] = sums[parameter] + new if parameter in sums else new.clone()
+            parameter.grad = new if old is None else old.add_(new)
 
     if manual:
         module.__dict__["manual_backward"] = manual_backward
     output = step(module)
     if losses:
+        for parameter in own_parameters(module):
+            parameter.grad = sums.get(parameter)
         return losses
     if manual and any(p.grad is not None for p in module.parameters()):  # it called `loss.backward()`
         returned = _loss_in(output)

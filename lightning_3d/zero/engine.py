@@ -26,12 +26,6 @@ from lightning_3d.zero.holdings import Holdings, Share
 from lightning_3d.zero.piece import Slot
 from lightning_3d.zero.shown import Shown
 
-_AGAIN = (
-    "Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False).",
-    "With zero_stage=3 a block's gradients are reduced when the backward comes to the block before it. Reentrant "
-    "activation checkpointing changes the order, as do hooks that read weights of other blocks: use "
-    "checkpoint(..., use_reentrant=False), or zero_stage=2.",
-)
 _PATIENCE = 1.0
 """Seconds a backward waits for a reduction before it takes another buffer."""
 
@@ -209,8 +203,10 @@ class Zero(Holdings):
         bucket = slot.bucket
         if self.reducing and bucket.launched:
             raise RuntimeError(
-                f"parameter {slot.name!r} got a gradient in one backward after its gradient was reduced. "
-                + _AGAIN[self.units is not None]
+                f"parameter {slot.name!r} got a gradient in one backward after its gradient was reduced. Reentrant "
+                "activation checkpointing does this (use checkpoint(..., use_reentrant=False)), and with zero_stage=3, "
+                "where a block's gradients are reduced when the backward comes to the block before it, also a hook "
+                "that reads weights of another block (use zero_stage=2)."
             )
         bucket.write(slot, self._take)
         slot.fired = True

@@ -105,7 +105,7 @@ class Holdings(abc.ABC):
         self._held_names = {id(p): n for n, p in share.parameters.items()}
         self._holders = {name: axis for axis, group in share.shared for name in group}
         self._masters, self._float32_gradients, self._bucket_bytes = master_weights, float32_gradients, bucket_bytes
-        converts = (master_weights or float32_gradients) and any(is_low(p) for p in share.parameters.values())
+        converts = (master_weights or float32_gradients) and any(map(is_low, share.parameters.values()))
         # with one replica and no pipeline a gradient is final where autograd puts it
         self.passive = share.data.size == 1 and not publish_later and not converts
         self.units = share.units if self.stage == 3 else None
@@ -152,7 +152,10 @@ class Holdings(abc.ABC):
             self.reclaim()
 
     def release(self) -> None:
-        """Take the hooks off the parameters (another `fit` builds its own buckets); in stage 3 all become whole."""
+        """Let go of the parameters: another run takes them over. In stage 3 all become whole (collective).
+
+        What is asked of this run afterwards (a checkpoint) is answered from the parameters.
+        """
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -160,6 +163,8 @@ class Holdings(abc.ABC):
             self.units.end(close=True)
             for bucket in [*self.buckets, *self._frozen]:
                 self._dissolve(bucket)
+        for held in (self.buckets, self._frozen, self.slots, self._of_optimizer):
+            held.clear()
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Give every trainable parameter of the groups that is not ours yet a place in a bucket.

@@ -79,8 +79,6 @@ class Slot:
     @property
     def value(self) -> Tensor:
         """This rank's range of the parameter's values, flat, in the precision the optimizer steps on."""
-        if self.held is self.parameter:
-            return self.parameter.detach().reshape(-1)
         return self.held.detach().reshape(-1)
 
     def view(self, flat: Tensor) -> Tensor:

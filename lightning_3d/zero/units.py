@@ -95,7 +95,7 @@ class Units:
         self.before_collective()
         for unit in self.units:
             unit.stays = self.is_open
-            self._start(unit)
+            self._gather(unit)
             unit.wait()
         shown, self._shown = self._shown, True
         try:
@@ -129,7 +129,8 @@ class Units:
         moved = [u for u in self._forward if u in self._met and u is not self.root] != order
         flags = [flag for u in self.units for flag in (u.saved, u.calls > 1, u.stays, not u.is_whole)]
         *values, order_differs = self._meet(_BACKWARD, [*flags, moved])
-        several, here = set(), set()
+        several: set[Unit] = set()
+        here: set[Unit] = set()
         for unit, *flags in zip(self.units, values[::4], values[1::4], values[2::4], values[3::4], strict=True):
             unit.saved, unit.again, unit.stays = flags[:3]
             unit.waiting = {s for s in unit.storages if any(slot.parameter.requires_grad for slot in s.slots)}
@@ -170,10 +171,11 @@ class Units:
 
     def refresh(self) -> None:
         """After an optimizer's step in the middle of a training step: new values where there are values. Collective."""
-        for unit in self.units if self.is_open else ():
-            if unit.stays:
-                unit.start()
-                unit.wait()
+        with self.data.ledger.during("gather"):
+            for unit in self.units if self.is_open else ():
+                if unit.stays:
+                    unit.start()
+                    unit.wait()
 
     def _pass(self, sequence: list[Unit], here: Set[Unit] = frozenset()) -> None:
         self._sequence, self._here, self._next, self._last = sequence, here, 0, None
@@ -233,7 +235,7 @@ class Units:
             self._start_rest()
             self._meet(_UNIT + unit.index)
             unit.stays = True
-            unit.start()
+            self._gather(unit)
         if self._backward and passes:
             self._move_on(unit)
         for other in self._sequence[self._next : self._next + 1]:  # while this one is used
@@ -241,12 +243,15 @@ class Units:
         unit.wait()
 
     def _start(self, unit: Unit) -> None:
-        if unit not in self._here or not self._backward:
-            for storage in unit.storages:
-                if storage.is_whole and not unit.coming:  # but not on every replica
-                    storage.reclaim()
-            with self.data.ledger.during("gather"):
-                unit.start()
+        if unit not in self._here:
+            self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        for storage in unit.storages:
+            if storage.is_whole and not unit.coming:  # but not on every replica
+                storage.reclaim()
+        with self.data.ledger.during("gather"):
+            unit.start()
 
     def _move_on(self, unit: Unit) -> None:
         """The backward has come to a unit, so it is done with those that ran after it."""

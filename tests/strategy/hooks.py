@@ -92,6 +92,10 @@ def two_backwards(self: Any, batch: Any, batch_idx: int) -> Any:
     self.manual_backward(first)
     self.manual_backward(second, retain_graph=True)
     self.manual_backward(second * 0.3)
+    total = grad_norm(self, 2)["grad_2.0_norm_total"]
+    for parameter in self.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(1.0 / (1.0 + total))
     optimizer.step()
 
 

@@ -232,6 +232,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "lbfgs_tp": (SecondOrder, {"tensor_parallel_size": 2}, ["LBFGS", "tensor or pipeline", "zero_stage=0"]),
     "adafactor": (WholeMatrix, {"tensor_parallel_size": 2}, ["Adafactor", "net.10.bias", "tensor_parallel_size=1"]),
     "averaging": (Averaged, {"pipeline_parallel_size": 2}, ["StochasticWeightAveraging", "2 pipeline stages"]),
+    "float32_gradients": (models.LitMLP, {"float32_gradients": True}, ["has no effect", "bf16-true"]),
     "averaging_zero3": (Averaged, {"zero_stage": 3}, ["StochasticWeightAveraging", "zero_stage=2"]),
     "pruning": (Pruned, {"tensor_parallel_size": 2}, ["ModelPruning", "zero_stage=0"]),
     "pruning_zero": (Pruned, {}, ["ModelPruning", "zero_stage=0"]),
@@ -346,3 +347,6 @@ def test_views_of_parameters_that_will_go_stale_are_named() -> None:
         warnings.simplefilter("error")
         warn_of_views(nn.utils.spectral_norm(nn.Linear(3, 2)))
         warn_of_views(nn.LSTM(3, 2))
+        sparse = nn.Linear(3, 2)
+        sparse.mask = torch.eye(3).to_sparse()  # has no memory of its own kind to share
+        warn_of_views(sparse)

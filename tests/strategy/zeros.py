@@ -94,12 +94,20 @@ def uneven_last_batch(sizes: dict[str, Any]) -> tuple[float, float]:
     return replica_difference(strategy), max(relative_error(got[n], p) for n, p in plain.named_parameters())
 
 
-def two_trainers(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Tensor]:
-    """The same module in two runs with a strategy each (None: one process)."""
+def two_trainers(
+    first: dict[str, Any] | None, second: dict[str, Any] | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same module in two runs with a strategy each (None: one process), as the second and as the first see it."""
     torch.manual_seed(3)
     module = models.build("mlp")
+    strategies: list[Any] = []
     for sizes in (first, second):
-        strategy: Any = "auto" if sizes is None else ThreeDStrategy(bucket_size_mb=BUCKET / 2**20, **sizes)
-        trainer_for(strategy, use_distributed_sampler=False).fit(module, DataLoader(models.vectors(24), batch_size=8))
-    found = dict(module.named_parameters()) if second is None else full_parameters(strategy)
-    return {n: p.detach().clone() for n, p in found.items()}
+        strategies.append("auto" if sizes is None else ThreeDStrategy(bucket_size_mb=BUCKET / 2**20, **sizes))
+        trainer = trainer_for(strategies[-1], use_distributed_sampler=False)
+        trainer.fit(module, DataLoader(models.vectors(24), batch_size=8))
+    if second is None:
+        whole = {n: p.detach().clone() for n, p in module.named_parameters()}
+        return whole, whole
+    after = full_parameters(strategies[1])
+    with strategies[1].whole_parameters():
+        return after, full_parameters(strategies[0])
