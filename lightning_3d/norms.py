@@ -1,7 +1,8 @@
 """WHAT do norm functions that user code calls find?  The mesh's gradient, though they see one rank's.
 
 User code has bound such functions by many names before a run begins, so what all names lead to is replaced while a
-`fit` runs: in torch the function that `clip_grad_norm_` looks up, in Lightning's `grad_norm` its code.
+`fit` runs: in torch the function that `clip_grad_norm_` looks up, in Lightning's `grad_norm` its code. Several runs of
+a process may be open; the one whose parameters they are answers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.utils import clip_grad
 
 
 class GlobalTorchNorm:
@@ -23,46 +25,42 @@ class GlobalTorchNorm:
         norm: (gradients, norm type) -> the mesh's norm, or None where these gradients are not the module's.
     """
 
+    installed: ClassVar[list[GlobalTorchNorm]] = []
+
     def __init__(self, norm: Callable[[list[Tensor], float], Tensor | None]) -> None:
-        self._norm = norm
-        self._local: Callable[..., Tensor] | None = None
+        self.norm = norm
 
     def install(self) -> None:
-        from torch.nn.utils import clip_grad
-
-        if self._local is None:
-            self._local = clip_grad._get_total_norm
-            clip_grad._get_total_norm = self._total_norm
+        self.installed.append(self)
+        clip_grad._get_total_norm = _total_norm
 
     def remove(self) -> None:
-        from torch.nn.utils import clip_grad
-
-        if self._local is not None:
-            clip_grad._get_total_norm, self._local = self._local, None
-
-    def _total_norm(
-        self,
-        tensors: Tensor | Iterable[Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        assert self._local is not None
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norm = self._norm(given, float(norm_type))
-        if norm is None:
-            return self._local(given, norm_type, error_if_nonfinite, foreach)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
-            )
-        return norm
+        if self in self.installed:
+            self.installed.remove(self)
+        if not self.installed:
+            clip_grad._get_total_norm = _local_total_norm
 
 
-Norms = dict[str, Tensor]
-"""Name of a parameter -> norm of its whole gradient."""
+_local_total_norm: Callable[..., Tensor] = clip_grad._get_total_norm
+
+
+def _total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    norm = _first(each.norm(given, float(norm_type)) for each in reversed(GlobalTorchNorm.installed))
+    if norm is None:
+        return _local_total_norm(given, norm_type, error_if_nonfinite, foreach)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    return norm
 
 
 class GlobalGradNorm:
@@ -74,31 +72,26 @@ class GlobalGradNorm:
     """
 
     installed: ClassVar[list[GlobalGradNorm]] = []
-    """Of all runs of the process; the one whose parameters they are answers."""
+    codes: ClassVar[dict[Any, CodeType]] = {}
+    """Lightning's functions (two packages may be in use) -> their own code."""
 
-    def __init__(self, package: str, norms: Callable[[nn.Module, float], Norms | None]) -> None:
+    def __init__(self, package: str, norms: Callable[[nn.Module, float], dict[str, Tensor] | None]) -> None:
         self.norms = norms
-        name = f"{package}.utilities.grads"
-        self._function: Any = vars(sys.modules[name])["grad_norm"]
+        self.function: Any = vars(sys.modules[f"{package}.utilities.grads"])["grad_norm"]
 
     def install(self) -> None:
-        if self not in self.installed:
-            self.installed.append(self)
-        if self._function.__code__ is not _asks_the_mesh.__code__:
-            _codes[self._function] = self._function.__code__
-            self._function.__globals__["_of_the_mesh"] = _grad_norm
-            self._function.__code__ = _asks_the_mesh.__code__
+        self.installed.append(self)
+        if self.function not in self.codes:
+            self.codes[self.function] = self.function.__code__
+            self.function.__globals__["_of_the_mesh"] = _grad_norm
+            self.function.__code__ = _asks_the_mesh.__code__
 
     def remove(self) -> None:
         if self in self.installed:
             self.installed.remove(self)
-        if self._function in _codes and all(other._function is not self._function for other in self.installed):
-            self._function.__code__ = _codes.pop(self._function)
-            del self._function.__globals__["_of_the_mesh"]
-
-
-_codes: dict[Any, CodeType] = {}
-"""Lightning's functions (two packages may be in use) -> their own code."""
+        if self.function in self.codes and all(other.function is not self.function for other in self.installed):
+            self.function.__code__ = self.codes.pop(self.function)
+            del self.function.__globals__["_of_the_mesh"]
 
 
 def _grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str) -> dict[str, Any]:
@@ -106,8 +99,7 @@ def _grad_norm(module: nn.Module, norm_type: float | int | str, group_separator:
     order = float(norm_type)
     if order <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
-    answers = (each.norms(module, order) for each in reversed(GlobalGradNorm.installed))
-    found = next((answer for answer in answers if answer is not None), None)
+    found = _first(each.norms(module, order) for each in reversed(GlobalGradNorm.installed))
     if found is None:
         found = {n: p.grad.data.norm(order) for n, p in module.named_parameters() if p.grad is not None}
     norms = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
@@ -122,3 +114,8 @@ def _grad_norm(module: nn.Module, norm_type: float | int | str, group_separator:
 def _asks_the_mesh(module: Any, norm_type: Any, group_separator: Any = "/") -> Any:
     """Its code runs as Lightning's function, with that module's globals."""
     return _of_the_mesh(module, norm_type, group_separator)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _first(answers: Iterable[Any]) -> Any:
+    """The first answer that is one."""
+    return next((answer for answer in answers if answer is not None), None)

@@ -247,6 +247,8 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
     def whole_state_dict(self) -> dict[str, Any]:
         """The module's `state_dict` as one device would have it, on the CPU of global rank zero (empty elsewhere).
 
+        Parameters of less precision that are stepped as float32 copies (`master_weights`) are float32 here.
+
         Collective over all ranks; one tensor at a time is assembled on every rank.
         """
         from lightning_3d.checkpoint import whole_checkpoint

@@ -3,9 +3,10 @@
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import classify
 from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.holdings import Share, is_low, release_former
+from lightning_3d.zero.holdings import is_low, release_former
 from lightning_3d.zero.norm import scale_gradients, total_norm
 from lightning_3d.zero.piece import Piece, Slot
+from lightning_3d.zero.share import Share
 from lightning_3d.zero.unit import find_units
 from lightning_3d.zero.units import Units
 

@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
 from lightning_3d.zero.bucket import Bucket
-from lightning_3d.zero.holdings import Holdings, Share
+from lightning_3d.zero.holdings import Holdings
 from lightning_3d.zero.piece import Slot
+from lightning_3d.zero.share import Share
 from lightning_3d.zero.shown import Shown
 
 _PATIENCE = 1.0

@@ -8,8 +8,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,38 +21,8 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import check_fits, classify
 from lightning_3d.zero.piece import Piece, Slot
+from lightning_3d.zero.share import Share
 from lightning_3d.zero.storage import Storage
-from lightning_3d.zero.units import Units
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a rank holds of the model, and with whom.
-
-    Args:
-        parameters: Name -> parameter, all this rank holds, in the module's order.
-        names: `id(parameter)` -> name for every parameter of the module, also those other stages hold.
-        counted: Names of the parameters this rank counts in norms.
-        data: The data-parallel axis.
-        control: The same axis on the CPU, for flags that Python needs.
-        shared: (axis over the holders, names) of parameters several pipeline stages use.
-        cut: Names of the parameters that are divided over tp.
-        parted: Other ranks of the replica hold other parameters (tensor or pipeline parallelism).
-        windows: Name -> windows of this pipeline stage that use the parameter.
-        units: Stage 3: what is gathered together.
-    """
-
-    parameters: Mapping[str, nn.Parameter]
-    names: Mapping[int, str]
-    counted: set[str]
-    data: Communicator
-    control: Communicator
-    shared: Sequence[tuple[Communicator, Sequence[str]]] = ()
-    cut: Set[str] = frozenset()
-    parted: bool = False
-    windows: Mapping[str, Set[int]] = field(default_factory=dict)
-    units: Units | None = None
-
 
 _holds: MutableMapping[nn.Parameter, weakref.ref[Holdings]] = WeakIdKeyDictionary()
 """Who holds a parameter, of any run in this process."""

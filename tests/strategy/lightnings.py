@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_3d.pytorch_lightning
-from lightning_3d import ThreeDStrategy
+from lightning_3d import GradientNorm, ThreeDStrategy
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.testing import full_parameters
 from tests import models
@@ -198,6 +198,31 @@ def batch_norm(sizes: dict[str, Any]) -> tuple[list[str], list[float], int, floa
     mean = state["net.1.running_mean"].full_tensor()
     count = int(state["net.1.num_batches_tracked"].full_tensor())
     return [str(w.message) for w in caught if "BatchNorm" in str(w.message)], mean.tolist(), count, loss
+
+
+# -- the norm of the gradient
+class OwnNorm(pl.Callback):
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.norms.append(float(torch.stack([p.grad.norm(3) for p in module.parameters()]).norm(3)))
+
+
+def logged_norms(sizes: dict[str, Any] | None, folder: str) -> list[float]:
+    """The norm of every step's gradient before it is clipped: computed in one process, logged by the callback else."""
+    own = OwnNorm()
+    callbacks = [own] if sizes is None else [GradientNorm("size", norm_type=3)]
+    strategy = "auto" if sizes is None else ThreeDStrategy(**sizes)
+    trainer = trainer_for(
+        strategy, use_distributed_sampler=False, callbacks=callbacks, gradient_clip_val=0.05, log_every_n_steps=1,
+        logger=CSVLogger(folder, "norms", version=str(sizes)),
+    )  # fmt: skip
+    trainer.fit(models.build("gpt_tied"), models.loader("gpt_tied", 24, 8))
+    if sizes is None or not trainer.is_global_zero:
+        return own.norms
+    with open(Path(trainer.logger.log_dir) / "metrics.csv") as file:
+        return [float(row["size"]) for row in csv.DictReader(file) if row["size"]]
 
 
 # -- the learning rate finder

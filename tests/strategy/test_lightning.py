@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 import lightning_3d
+from lightning_3d import GradientNorm
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.testing import preload, relative_error, run_distributed
 from tests import models
 from tests.strategy import lightnings
@@ -58,6 +61,17 @@ def test_fit_test_and_predict_with_batches_of_changing_size() -> None:
             assert got["test_loss"] == pytest.approx(want["test_loss"], rel=1e-9)
             assert max(relative_error(got["parameters"][n], p) for n, p in want["parameters"].items()) <= 1e-9
             assert relative_error(got["predictions"], want["predictions"]) <= 1e-9
+
+
+def test_the_callback_logs_the_norm_of_the_whole_gradient(tmp_path: Path) -> None:
+    want = launch(lightnings.logged_norms, 1, None, str(tmp_path))[0]
+    assert len(want) == 3
+    for layout, world in ((sizes(), 2), (sizes(zero_stage=0), 2), (sizes(2, 2, num_microbatches=2), 4)):
+        assert launch(lightnings.logged_norms, world, layout, str(tmp_path))[0] == pytest.approx(want, rel=1e-6)
+    with pytest.raises(ConfigurationError, match="norm_type is -1"):
+        GradientNorm(norm_type=-1)
+    with pytest.raises(ConfigurationError, match="needs ThreeDStrategy"):
+        GradientNorm().setup(pl.Trainer(accelerator="cpu", logger=False), None, "fit")
 
 
 def test_learning_rate_finder(tmp_path: Path) -> None:
