@@ -50,6 +50,7 @@ def count(sizes: dict[str, Any], depth: int, tied: bool = True) -> dict[str, Any
         "parameters": sum(p.numel() for p in strategy.engine.held.values()),
         "padded": sum(bucket.numel for bucket in zero.buckets),
         "buckets": len(zero.buckets),
+        "again": sum(s.flat.numel() for u in zero.units.units[1:-1] for s in u.storages) if zero.units else 0,
     }
 
 

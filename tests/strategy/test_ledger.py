@@ -76,6 +76,17 @@ def test_data_parallel_traffic() -> None:
             assert select(sharded, "dp", "all_gather", "optimizer")[0] == sharded["buckets"]
 
 
+def test_stage_three_gathers_blocks_twice() -> None:
+    """All parameters for the forward, all blocks but the last (it is still there) for the backward; reduced once."""
+    for n in (2, 4):
+        for (counted,) in launch(n, [({"zero_stage": 3}, 4)]):
+            padded, again = counted["padded"], counted["again"]
+            assert 0 < again < padded
+            assert select(counted, "dp", "reduce_scatter")[1] == padded
+            assert select(counted, "dp", "all_gather", "gather")[1] == padded + again
+            assert select(counted, "dp")[3] == (n - 1) / n * (2 * padded + again) * DOUBLE
+
+
 def test_axes_do_not_disturb_each_other() -> None:
     """In a mesh of all three, each axis carries what it carries alone (activations of one replica's samples)."""
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
