@@ -30,6 +30,7 @@ from benchmarks import (  # noqa: E402
     pipeline_bubble,
     pipeline_glue,
     setup_time,
+    start_up_memory,
     tensor_overhead,
     tensor_parallel,
     zero_memory,
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, Any] = {
     "pipeline_glue": pipeline_glue,
     "activation_memory": activation_memory,
     "setup_time": setup_time,
+    "start_up_memory": start_up_memory,
 }
 JSON, PAGE = Path("benchmarks/results.json"), Path("docs/benchmarks.md")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import Progress, Result, Table, quiet
+from benchmarks.memory_of_process import forget_peak, return_memory_at_once, status, trim
 from lightning_3d import ThreeDStrategy
 from lightning_3d.testing import run_distributed
 
@@ -60,38 +59,22 @@ class Resident(L.Callback):
         self.peak = self.rest = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        _trim()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        trim()
+        forget_peak()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.peak = _status("VmHWM")
+        self.peak = status("VmHWM")
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
-        _trim()
-        self.rest = _status("VmRSS")
-
-
-def _return_memory_at_once() -> None:
-    """Tensors get pages of their own, which the system has back when they are freed: no fragments count."""
-    mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
-    ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 16)
-
-
-def _trim() -> None:
-    """Give what was freed back to the system, so that it does not count."""
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def _status(key: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
-    return int(line.split()[1]) * 1024
+        trim()
+        self.rest = status("VmRSS")
 
 
 def measure(variant: str, world: int, accumulate: int, width: int, layers: int) -> tuple[int, int, int]:
     """(parameters, most bytes while training, bytes at rest) of one rank, beyond what it had without a model."""
     quiet()
-    _return_memory_at_once()
-    before = _status("VmRSS")
+    return_memory_at_once()
+    before = status("VmRSS")
     strategy: Any
     if variant == FULLY_SHARD:
         strategy, module = ModelParallelStrategy(world, 1), Sharded(width, layers)

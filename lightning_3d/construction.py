@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_3d.batch_loss import warn_of_cut_loss
+from lightning_3d.deferred import realize_all
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.microbatches import count_microbatches
@@ -101,6 +102,8 @@ class Construction:
         self.recompute = Recompute(self.module, choice, self.mesh.at.pp, self.layout.pp, opened)
 
     def _cut_stages(self, step_name: str, batch: Any, microbatches: int) -> None:
+        if self.settings.pipeline_split == "measured":
+            realize_all(self.module)  # blocks are run
         self.runner = PipelineRunner(
             self.module,
             self.mesh,

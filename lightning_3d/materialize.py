@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.deferred import Deferred
 from lightning_3d.errors import ConfigurationError
 
 _WIDE = (torch.int32, torch.int64)  # every value of a smaller type may be meant
@@ -61,6 +62,8 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _is_poisoned(tensor: Tensor) -> bool:
+    if isinstance(tensor, Deferred) and tensor.window.cell.is_overwritten(since=1):
+        return False
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return tensor.dtype in _WIDE and bool((tensor == torch.iinfo(tensor.dtype).max - 1).any())
@@ -86,7 +89,7 @@ def _replace_meta(module: nn.Module, device: torch.device, real: dict[int, Tenso
                 continue
             if id(tensor) not in real:
                 new.append(key)
-                empty = torch.empty_like(tensor, device=device)
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 if isinstance(tensor, nn.Parameter):
                     empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 real[id(tensor)] = empty

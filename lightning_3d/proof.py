@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.deferred import is_deferred
 from lightning_3d.errors import ConfigurationError, ParityError
 from lightning_3d.mesh import Mesh
 from lightning_3d.probe import shorter_batches
@@ -33,7 +34,8 @@ StepOn = Callable[[nn.Module, Any], Any]
 def is_small(module: nn.Module) -> bool:
     """The model can be copied and run in float64 for its proof."""
     tensors = [*module.parameters(), *module.buffers()]
-    return not any(t.is_meta for t in tensors) and sum(p.numel() for p in module.parameters()) <= LARGEST_RUN
+    with_values = not any(t.is_meta or is_deferred(t) for t in tensors)
+    return with_values and sum(p.numel() for p in module.parameters()) <= LARGEST_RUN
 
 
 def prove_plan(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_3d.built import Built
+from lightning_3d.deferred import is_deferred
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.settings import Settings
 
@@ -62,6 +65,10 @@ class Saving(Built):
         path = self.broadcast(checkpoint_path)
         if Path(path).is_dir():
             return read_rest(path, weights_only)
+        if type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and is_zipfile(path):
+            # a memory map: every rank reads the bytes of its part
+            loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            return loaded
         return super().load_checkpoint(path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -101,8 +108,8 @@ class Saving(Built):
             self._precise = checkpoint
         if self._engine is None:
             module = self._module
-            meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-            if meta or (PATH_KEY in checkpoint and self.mesh.layout.replica_size > 1):
+            later = any(t.is_meta or is_deferred(t) for t in (*module.parameters(), *module.buffers()))
+            if later or (PATH_KEY in checkpoint and self.mesh.layout.replica_size > 1):
                 self._pending = (dict(checkpoint), strict)
                 return
             # now, as Lightning does: callbacks may change it again (averages)

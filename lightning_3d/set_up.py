@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_3d.data import broadcast_batch, first_batch, random_state_kept
 from lightning_3d.engine import Engine
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.gradients import clip, norm_of, norms_of, norms_while_planned
-from lightning_3d.materialize import materialize
+from lightning_3d.layout import Layout
 from lightning_3d.norms import GlobalGradNorm, GlobalTorchNorm
 from lightning_3d.observe.hang import HangReport
 from lightning_3d.observe.metrics import attach_metrics
@@ -27,6 +27,7 @@ from lightning_3d.probe import agree
 from lightning_3d.recompute import find_blocks
 from lightning_3d.saving import Saving
 from lightning_3d.skipping import Skips, let_steps_be_skipped
+from lightning_3d.start_up import building_model, finish, forget_values, materialize_meta, settle
 from lightning_3d.stopping import may_stop, stop_together
 from lightning_3d.suitability import (
     BACKWARD_HOOKS,
@@ -47,6 +48,7 @@ _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_s
 class SetUp(Saving):
     """From `connect` to the first step."""
 
+    layout: Layout
     package: str
     _accumulating: bool
     _hang: HangReport | None
@@ -83,8 +85,14 @@ class SetUp(Saving):
             self._build(trainer, module)
         if self._hang is not None:
             self._hang.follow(self.engine.runner)
+        if first and self._pending is not None and self._pending[1]:
+            forget_values(module)
+        if first and self.mesh.layout.zero < 3:
+            finish(module, self.optimizers)
         if fitting:
             self._divide_optimizers(trainer, module)
+        if first:
+            finish(module, self.optimizers)  # in stage 3 what ZeRO did not take
         self.setup_precision_plugin()
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
         make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device)
@@ -94,6 +102,15 @@ class SetUp(Saving):
         self._let_ranks_agree(trainer, module)
         self._load_pending(fitting)
         self._surroundings.begin(trainer, module, self.mesh.layout)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around `configure_model`, and `Trainer.init_module`: large parameters get their values when they are cut."""
+        with (
+            super().tensor_init_context(empty_init),
+            building_model(self.layout, self.root_device, self._mesh.world if self._mesh is not None else None),
+        ):
+            yield
 
     def _examine(self, module: nn.Module) -> None:
         """A module this strategy has not seen."""
@@ -145,15 +162,13 @@ class SetUp(Saving):
     def _equalize(self, module: nn.Module) -> None:
         """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
         self._check_order(module)
-        materialize(module, self.root_device)
+        materialize_meta(module, self.mesh.layout, self.root_device)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         if self._layer_sync is not None:
             nn.SyncBatchNorm.convert_sync_batchnorm(module, self.mesh.data.group)
         world = self.mesh.world
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                world.broadcast(tensor.data if tensor.is_contiguous() else _contiguous(tensor), 0)
+        settle(module, self.mesh.layout, world, self._settings.verify is True)
         _set_rng_states(world.broadcast_object(_collect_rng_states(include_cuda=False), 0))
 
     def _check_order(self, module: nn.Module) -> None:
@@ -213,8 +228,3 @@ def _uncompile_around_blocks(module: nn.Module) -> None:
             f"{', '.join(names)} was compiled with all its blocks; with zero_stage=3 it runs uncompiled, since "
             "parameters come and go between blocks. Compile the blocks: block.compile()."
         )
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    tensor.data = tensor.data.contiguous()
-    return tensor.data

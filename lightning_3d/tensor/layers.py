@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.comm import Communicator
+from lightning_3d.deferred import is_deferred
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup, as_group
@@ -50,7 +51,7 @@ def shard_parameter(
     parameter.placement = cut  # type: ignore[attr-defined]
     shard = cut.to_local(parameter.detach(), group.rank, group.size).clone(memory_format=torch.contiguous_format)
     parameter.grad = None
-    if parameter.requires_grad:
+    if parameter.requires_grad and not is_deferred(parameter):
         # a gradient accumulator made before (a kept graph, a hook) expects the old shape; another dtype drops it
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
         parameter.data = torch.empty(0, dtype=other, device=parameter.device)

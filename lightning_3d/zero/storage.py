@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_3d.absence import nothing
 from lightning_3d.comm import Communicator, Pending
+from lightning_3d.deferred import is_deferred
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.released import ReleasedParameter
@@ -41,15 +42,15 @@ class Storage:
         self.slots, self._axis, self.divided = slots, axis, divided
         self.dtype, self.device = first.dtype, first.device
         low, high = axis.rank * size, (axis.rank + 1) * size
-        self.flat = torch.zeros(axis.size * size, dtype=self.dtype, device=self.device)
-        self._mine = self.flat[low:high]
+        make = torch.empty if divided else torch.zeros  # the rest of it is let go at once
+        self.flat = make(axis.size * size, dtype=self.dtype, device=self.device)
+        self._mine = self.flat[low:high].zero_()
         self._views = [slot.view(self.flat) for slot in slots]
         self._bytes = self.flat.untyped_storage().nbytes()
         self._gathering: Pending | None = None
         self.is_whole = True
         for slot, view in zip(slots, self._views, strict=True):
-            view.copy_(slot.parameter.data)
-            slot.parameter.data = view
+            _take(slot, view, only_own=divided)
         self.shard = self._mine.clone() if divided else self._mine
         self.master = self.shard.float() if master else self.shard
         for slot in slots:
@@ -125,6 +126,15 @@ class Storage:
         for slot, view in zip(self.slots, self._views, strict=True):
             slot.parameter.data = view.clone()
             slot.held = slot.parameter
+
+
+def _take(slot: Slot, place: torch.Tensor, only_own: bool) -> None:
+    data = slot.parameter.data
+    if only_own and is_deferred(data):  # memory that nobody writes to takes none
+        place.view(-1)[slot.low : slot.high].copy_(data.reshape(-1)[slot.low : slot.high])
+    else:
+        place.copy_(data)
+    slot.parameter.data = place
 
 
 def _take_back(slot: Slot, place: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from benchmarks import (
     pipeline_glue,
     run_all,
     setup_time,
+    start_up_memory,
     tensor_overhead,
     tensor_parallel,
 )
@@ -90,6 +91,11 @@ def test_activation_memory() -> None:
 def test_setup_time() -> None:
     data = smoke(setup_time).data
     assert all(found["median"]["cut fraction"] > 0.9 for found in data.values())
+
+
+def test_start_up_memory() -> None:
+    data = smoke(start_up_memory).data
+    assert 0 < data["pp4/in configure_model"]["part"] < data["whole"]
 
 
 def test_the_page_has_a_place_for_every_benchmark(tmp_path: Path) -> None:

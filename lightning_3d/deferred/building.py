@@ -1,0 +1,61 @@
+"""WHEN are tensors made without values?  While a model is built inside of `building`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.deferred.tensor import Deferred, defer, dispatch, is_large, remember
+
+
+class building(TorchDispatchMode):
+    """While open, large tensors that this thread makes on `device` are `Deferred`.
+
+    Random numbers are drawn as they would be (and let go), so whatever reads or sets the generators in between finds
+    what it would find in one process.
+
+    Args:
+        device: Where the model will be; tensors on others, and on the meta device, are made as usual.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, Deferred) for x in tensors):
+            return dispatch(func, args, kwargs)
+        if tensors or not self._makes(func, kwargs):
+            return func(*args, **kwargs)
+        form = _form(func, args, kwargs)
+        if form is None or not is_large(form):
+            return func(*args, **kwargs)
+        fixed = {**kwargs, "dtype": form.dtype, "device": self.device}  # defaults may be others, later
+        return defer(remember(func, args, fixed, self.device), form, self.device)
+
+    def _makes(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation without operands makes a dense tensor on the device."""
+        known = {a.name for a in func._schema.arguments}
+        device = torch.device(kwargs.get("device") or "cpu")
+        dense = kwargs.get("layout") in (None, torch.strided) and not kwargs.get("pin_memory")
+        return {"device", "dtype"} <= known and dense and self._is_here(device)
+
+    def _is_here(self, device: torch.device) -> bool:
+        here = self.device
+        return device.type == here.type and (device.index is None or device.index == here.index)
+
+
+def _form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    own = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
+    try:
+        out = func(*args, **{**own, "device": torch.device("meta")})
+    except Exception:  # the operation itself says what is wrong
+        return None
+    return out if isinstance(out, Tensor) else None

@@ -1,0 +1,226 @@
+"""HOW are values made again that nobody kept?  By doing once more what was done to a tensor's memory, in order.
+
+A cell is the memory of one tensor that has no values yet, and of all its views. It remembers what made it (a factory,
+or an operation on others) and every write into it. What a write replaces without reading it (`normal_` after
+`uniform_`) is not done again. Random operations come with the state that their generator had, so they give the same
+numbers whenever and however often they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_3d.errors import ConfigurationError
+
+OVERWRITES = frozenset(
+    [
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    ]
+)
+"""In-place operations that do not read what they write to."""
+_ALL_ELEMENTS = frozenset(("detach", "alias", "view", "t", "transpose", "permute", "unsqueeze", "squeeze"))
+"""Views that show every element."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation, with the operands that it had.
+
+    Args:
+        func: The operation.
+        args, kwargs: Its arguments; in place of tensors without values `Window`s, of other tensors `Kept`s.
+        draws_on: The device whose random numbers it draws, or None.
+        state: What their generator's state was before.
+        part: Which of several results is meant.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    draws_on: torch.device | None = None
+    state: Tensor | None = None
+    part: int | None = None
+
+    def run(self, cell: Cell | None = None, memory: Tensor | None = None) -> Any:
+        """Do it.
+
+        Args:
+            cell: A cell that is being made; windows on it become views of `memory`.
+            memory: What it holds so far.
+        """
+
+        def real(x: Any) -> Any:
+            if isinstance(x, Kept):
+                return x.value
+            if not isinstance(x, Window):
+                return x
+            return x.of(memory) if memory is not None and x.cell is cell else x.of(x.cell.make(x.version))
+
+        args, kwargs = tree_map(real, (self.args, dict(self.kwargs)))
+        if self.draws_on is None:
+            return self.func(*args, **kwargs)
+        assert self.state is not None
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = torch.Generator(self.draws_on).set_state(self.state)
+            return self.func(*args, **kwargs)
+        generator = default_generator(self.draws_on)
+        now = generator.get_state()
+        generator.set_state(self.state)
+        try:
+            return self.func(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+
+    def name(self) -> str:
+        """Of the operation, without its overload."""
+        return self.func.__name__.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor with values that an operation used; it must not change any more.
+
+    Args:
+        tensor: It.
+        at: Its version when it was used.
+    """
+
+    tensor: Tensor
+    at: int
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            ConfigurationError: It was changed in place meanwhile.
+        """
+        if self.tensor._version != self.at:
+            raise ConfigurationError(
+                f"a tensor of shape {tuple(self.tensor.shape)} was copied into a parameter (or one was computed from "
+                "it) while the model was built, and was then changed in place. Parameters get their values when "
+                "the model is set up, each rank only its part, so the old values are needed: copy a clone of it."
+            )
+        return self.tensor
+
+    def __reduce__(self) -> Any:
+        return (_kept_elsewhere, (self.value,))
+
+
+def _kept_elsewhere(tensor: Tensor) -> Kept:
+    return Kept(tensor, tensor._version)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A view of a cell.
+
+    Args:
+        cell: Whose memory it shows.
+        steps: View operations that lead from all of it to the view; each takes the view before as first argument.
+        version: How many writes into the cell count, or None for all.
+    """
+
+    cell: Cell
+    steps: tuple[Call, ...] = ()
+    version: int | None = None
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The same view of the cell's real memory."""
+        for step in self.steps:
+            views = step.func(memory, *step.args, **step.kwargs)
+            memory = views if step.part is None else views[step.part]
+        return memory
+
+    def at_present(self) -> Window:
+        """What it shows at this moment, whatever is written later."""
+        return Window(self.cell, self.steps, len(self.cell.writes))
+
+
+@dataclass(eq=False)
+class Cell:
+    """The memory of a tensor without values.
+
+    Args:
+        origin: What made it.
+        like: A tensor on the meta device of its form.
+        device: Where it will be.
+
+    Attributes:
+        writes: What was written into it since.
+        solid: Its real memory, once something needed it to stay.
+    """
+
+    origin: Call | None
+    like: Tensor
+    device: torch.device
+    writes: list[Call] = field(default_factory=list)
+    solid: Tensor | None = None
+    depth: int = 0
+    """Cells are made of cells that are made of cells..."""
+
+    def make(self, version: int | None = None) -> Tensor:
+        """The memory with its values, new at every call (or the one that stays, if there is one and it is meant).
+
+        Args:
+            version: Count this many writes; None: all.
+        """
+        if self.solid is not None and version is None:
+            return self.solid
+        writes = self.writes[:version]
+        covering = [i for i, call in enumerate(writes) if self._is_covered_by(call)]
+        with torch.no_grad():
+            if covering:
+                form = self.like
+                memory = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self.device)
+            else:
+                assert self.origin is not None
+                out = self.origin.run()
+                memory = out if self.origin.part is None else out[self.origin.part]
+            for call in writes[covering[-1] if covering else 0 :]:
+                call.run(self, memory)
+        return memory
+
+    def solidify(self) -> None:
+        """From now on the values stay: for what cannot be done later."""
+        if self.solid is None:
+            self.solid = self.make()
+
+    def is_overwritten(self, since: int) -> bool:
+        """Whether all of it was written anew after the first `since` writes."""
+        return any(map(self._is_covered_by, self.writes[since:]))
+
+    def _is_covered_by(self, call: Call) -> bool:
+        """Whether a write replaces all of the memory without looking at it."""
+        target = call.args[0] if call.args else None
+        return (
+            call.name() in OVERWRITES
+            and isinstance(target, Window)
+            and target.cell is self
+            and all(step.name() in _ALL_ELEMENTS for step in target.steps)
+            and not any(isinstance(x, Window) and x.cell is self for x in tree_leaves(call.args[1:]))
+        )
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operations on a device draw from."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.get_device_module(device).current_device()
+    return torch.get_device_module(device).default_generators[index]
