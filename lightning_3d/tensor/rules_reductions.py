@@ -13,6 +13,7 @@ from lightning_3d.tensor.operands import along_sequence, derive, no_copies
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule, words
 from lightning_3d.tensor.rules_elementwise import elementwise
+from lightning_3d.tensor.rules_ranking import RANKINGS, rank_over_cut_dim
 from lightning_3d.tensor.rules_softmax import reduced_logsumexp
 from lightning_3d.tensor.sharded import ShardedTensor, is_sharded
 
@@ -70,6 +71,8 @@ def _over_cut_dim(func: Any, args: Args, kwargs: Kwargs, dims: list[int], given:
     name, group = func.__name__, x.group
     no_copies(x.placement, f"{name} over")
     refused = group.strict and given and not along_sequence(x)
+    if name in RANKINGS and given and dims == [x.placement.dim] and not refused:
+        return rank_over_cut_dim(func, args, kwargs)
     if refused or (x.placement.padding and name != "logsumexp"):
         raise NoRule(f"{name} over the cut dim {x.placement.dim}")
     if name == "logsumexp" and dims == [x.placement.dim]:

@@ -23,20 +23,20 @@ from lightning_3d.tensor.sharded import ShardedTensor
 _NLL = words("input target weight size_average ignore_index reduce reduction")
 
 
-def _unpadded(x: ShardedTensor) -> Tensor:
-    """The shard with -inf in rows that are padding."""
+def unpadded(x: ShardedTensor, fill: float = float("-inf")) -> Tensor:
+    """The shard with `fill` in rows that are padding."""
     if not x.placement.padding:
         return x.local
     shape = [1] * x.ndim
     shape[x.placement.dim] = -1
     row = torch.arange(x.local.shape[x.placement.dim], device=x.device).view(shape)
-    return x.local.masked_fill(row >= unpadded_rows(x), float("-inf"))
+    return x.local.masked_fill(row >= unpadded_rows(x), fill)
 
 
 def log_sum_exp(x: ShardedTensor) -> Tensor:
     """log(sum(exp(x))) along the cut dim, which is kept with size 1; a whole tensor."""
     dim, group = x.placement.dim, x.group
-    local = _unpadded(x)
+    local = unpadded(x)
     top = group.all_reduce(local.detach().amax(dim, keepdim=True), "max")
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     total = collectives.reduce_out((local - top).exp().sum(dim, keepdim=True), group, fresh=True)

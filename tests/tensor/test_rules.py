@@ -290,6 +290,45 @@ def test_reductions_along_the_cut_dim(case: int, padded: bool) -> None:
         assert gathered <= {"sum"}, "the softmax family never gathers (the test's own sum of padded rows does)"
 
 
+RANKINGS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x * (x.argmax(1, keepdim=True) - x.argmin(1)[:, None]),
+    lambda x: x.max(1).values * x.max(dim=1, keepdim=True)[1][:, 0],
+    lambda x: torch.min(x.round(), 1).values + torch.min(x.round(), dim=1).indices,
+    lambda x: x * torch.masked_fill(x, x < 1.0, float("-inf")).argmax(1)[:, None],
+    lambda x: (
+        x * x.detach().topk(3, dim=1).values.sum(1, keepdim=True) * x.detach().topk(3, dim=1).indices.sum(1, True)
+    ),
+    lambda x: x * x.detach().topk(2, 1, False)[1][:, 1:],
+]
+
+
+@pytest.mark.parametrize("case", range(len(RANKINGS)))
+@pytest.mark.parametrize("padded", [False, True])
+def test_rankings_along_the_cut_dim(case: int, padded: bool) -> None:
+    """Also of equal elements, of rows that are masked out, and of masks on the ranks' first elements."""
+    length = 5 if padded else 8
+    x = torch.randn(2, length, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compare(RANKINGS[case], [x], [Placement(1, (length,), -length % 4)], 4)
+    gathered = {str(w.message).split()[0] for w in caught}
+    assert gathered - {"sum"} == ({"topk"} if padded and case >= 4 else set())  # "sum": the test's own, of padded rows
+
+
+def test_candidates_are_gathered_in_place_of_logits() -> None:
+    logits = torch.randn(3, 4000)
+
+    def body(comm: ThreadCommunicator) -> tuple[Tensor, int]:
+        cut = Placement(1, (4000,))
+        part = ShardedTensor(cut.to_local(logits, comm.rank, 4).clone(), cut, TensorGroup(comm))
+        best = part.argmax(-1)
+        return best, sum(t.elements for t in comm.ledger.traffic.values())
+
+    for best, elements in run_simulated(4, body):
+        assert torch.equal(best, logits.argmax(-1))
+        assert elements <= 3 * 2 * 4
+
+
 @pytest.mark.filterwarnings("ignore:.*no tensor-parallel form")
 @pytest.mark.parametrize("case", range(len(POINTWISE)))
 @pytest.mark.parametrize("both", [True, False])
