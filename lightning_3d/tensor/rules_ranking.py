@@ -5,7 +5,7 @@ logits. Only while steps run: planning takes such an operation for a gather, so 
 
 | operation | collective over tp |
 |---|---|
-| argmax, argmin, max, min over a dim | all-gather of one candidate per row and rank; with gradients all-reduce of the values |
+| argmax, argmin, max, min of a dim | all-gather of one candidate per row and rank; of values with gradients an all-reduce |
 | topk | all-gather of k candidates per row and rank; with gradients the logits are gathered |
 """
 
