@@ -5,7 +5,7 @@ logits. Only while steps run: planning takes such an operation for a gather, so 
 
 | operation | collective over tp |
 |---|---|
-| argmax, argmin, max, min of a dim | all-gather of one candidate per row and rank; of values with gradients an all-reduce |
+| argmax, argmin, max, min | all-gather of one candidate per row and rank; values with gradients: all-reduce |
 | topk | all-gather of k candidates per row and rank; with gradients the logits are gathered |
 """
 
