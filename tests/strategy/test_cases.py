@@ -1,4 +1,4 @@
-"""Public bug reports of other systems as tests (N5, N16, C1, C2, C4, T1, T2, D1, D4, D6)."""
+"""Public bug reports of other systems as tests (E4, E5, E9, N5, N16, C1, C2, C4-C6, T1, T2, D1, D4, D6, L4, L7, S6)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def launch(function: Any, world: int, *args: Any) -> list[Any]:
 
 
 def test_replicas_and_ties_are_bit_equal_after_ten_steps_whatever_the_seeds() -> None:
-    """N16, T1: norms and biases that stay whole, tied embeddings on two stages, replicas."""
+    """E5, N16, T1: norms and biases that stay whole, tied embeddings on two stages, replicas."""
     cases = [(m, s) for m in ("mlp", "gpt_tied") for s in (sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1))]
     for rank in launch(ten_steps, 4, cases):
         for case, (difference, bad) in zip(cases, rank, strict=True):
@@ -39,8 +39,8 @@ def test_replicas_and_ties_are_bit_equal_after_ten_steps_whatever_the_seeds() ->
 
 
 def test_a_tie_survives_the_meta_device() -> None:
-    """T2: one parameter after set-up and after three steps, in every layout; the first loss is about ln(vocabulary)."""
-    layouts = [sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1)]
+    """E9, T2: one parameter after set-up and after three steps, in every layout; the first loss is about ln(vocabulary)."""
+    layouts = [sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1), sizes(2, zero_stage=3, bucket_size_mb=0.002)]
     for rank in launch(built_on_meta, 4, layouts):
         for layout, (tied, difference, loss) in zip(layouts, rank, strict=True):
             assert tied, layout
@@ -50,9 +50,12 @@ def test_a_tie_survives_the_meta_device() -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_one_clipping_norm_over_the_mesh(algorithm: str) -> None:
-    """C1, C2, C4: the tie and the replicated weights are counted once, all stages and shards are seen."""
+    """E4, C1, C2, C4, C5, C6: the tie and the replicated weights are counted once, all stages and shards are seen."""
     ((want_norm, want),) = launch(clipped, 1, [(None, algorithm)])[0]
-    layouts = [sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1), sizes(2, 1, zero_stage=0), sizes(1, 2, zero_stage=0)]
+    layouts = [
+        sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1), sizes(2, 1, zero_stage=0), sizes(1, 2, zero_stage=0),
+        sizes(2, sequence_parallel=True), sizes(1, 1, zero_stage=2), sizes(2, 1, zero_stage=3), sizes(1, 2, zero_stage=3),
+    ]  # fmt: skip
     for rank in launch(clipped, 4, [(layout, algorithm) for layout in layouts]):
         for layout, (norm, got) in zip(layouts, rank, strict=True):
             assert norm == pytest.approx(want_norm, rel=1e-9), layout
@@ -101,7 +104,7 @@ def test_metrics_count_every_sample_once() -> None:
 def test_groups_by_dims_and_shapes_on_disk(tmp_path: Any) -> None:
     """L4, L7: the same names in the same groups; the padded vocabulary has its own shape in the file."""
     want = [[n for n, p in Grouped().named_parameters() if (p.ndim >= 2) == matrix] for matrix in (True, False)]
-    for index, layout in enumerate((sizes(2), sizes(1, 2), sizes(2, zero_stage=0))):
+    for index, layout in enumerate((sizes(2), sizes(1, 2), sizes(2, zero_stage=0), sizes(zero_stage=3))):
         folder = tmp_path / str(index)
         folder.mkdir()
         for names in launch(groups_and_file, 2, layout, str(folder)):
