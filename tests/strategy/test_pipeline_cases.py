@@ -52,7 +52,7 @@ def test_the_norm_does_not_depend_on_how_a_batch_is_divided() -> None:
 
 # -- E9: ties
 def test_ties_with_several_windows_per_stage() -> None:
-    """E9, T1: five steps bit-equal on both stages and equal to one process; the tie counts once in the clipping norm."""
+    """E9, T1: five steps bit-equal on both stages, equal to one process; the tie counts once in the clipping norm."""
     cases = [
         Case("gpt_tied", steps=5, samples=8, clip=0.3, strategy={"num_microbatches": 4, **extra})
         for extra in ({}, INTERLEAVED, {"pipeline_schedule": "zb_v"})
@@ -74,7 +74,7 @@ def test_ties_built_on_the_meta_device() -> None:
 
 # -- E10: buffers
 def test_batch_norm_sees_microbatches() -> None:
-    """E10, S1: the documented rule (statistics once per microbatch), one warning, with several windows per stage, too."""
+    """E10, S1: the documented rule (statistics once per microbatch), one warning; several windows per stage, too."""
     for layout in (sizes(1, 2, num_microbatches=1), sizes(1, 2, num_microbatches=4), {**LOOPED, "num_microbatches": 4}):
         count = layout["num_microbatches"]
         ((want, _),) = launch(pipeline_cases.batch_norm, 1, None, count)

@@ -1,13 +1,16 @@
-"""Public bug reports about gradients, optimizers and their state as tests (N9 N10 N11 N12 U7 U9 R4)."""
+"""Public bug reports about gradients, optimizers and their state as tests (M2 N9 N10 N11 N12 U7 U9)."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+import lightning_3d
 from lightning_3d.testing import preload, relative_error
+from tests import models
 from tests.strategy import zero_cases
 from tests.strategy.fits import Case
 from tests.strategy.test_cases import launch, sizes
@@ -80,3 +83,16 @@ def test_two_optimizers_that_take_turns_and_accumulate_by_hand() -> None:
     for text in launch(zero_cases.refused, 2, zero_cases.GAN, sizes(1, 2)):
         assert "manual optimization" in text
         assert "pipeline_parallel_size=1" in text
+
+
+def test_a_heavy_end_is_foretold() -> None:
+    """M2: what `explain` says of every stage before any process runs is what ranks hold; an embedding alone, too."""
+    module = zero_cases.HeavyEnds()
+    batch = next(iter(models.loader("gpt_tied", 8, 8)))
+    rows = re.findall(r"^ (\d) +\S+ +([\d,]+) ", lightning_3d.explain(module, batch, "pp2"), re.MULTILINE)
+    told = {int(stage): 4 * int(count.replace(",", "")) for stage, count in rows}
+    assert len(told) == 2
+    assert dict(launch(zero_cases.stage_bytes, 2, "auto")) == pytest.approx(told, rel=0.05)
+    embedding = module.embed.weight.nbytes
+    rest = sum(p.nbytes for p in module.parameters()) - embedding
+    assert dict(launch(zero_cases.stage_bytes, 2, ["blocks.0"])) == pytest.approx({0: embedding, 1: rest}, rel=0.05)

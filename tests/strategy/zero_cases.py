@@ -155,3 +155,25 @@ def refused(kind: Callable[[], pl.LightningModule], sizes: Sizes) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+# -- M2: a large vocabulary makes the last stage heavy
+class HeavyEnds(models.Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096)
+        self.blocks = nn.ModuleList(models.Block(16, 2) for _ in range(4))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch["tokens"])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["tokens"].flatten())
+
+
+def stage_bytes(split: str | list[str]) -> tuple[int, int]:
+    """(stage, bytes of parameters) of this rank."""
+    strategy = ThreeDStrategy(pipeline_parallel_size=2, pipeline_split=split)
+    trainer = trainer_for(strategy, max_steps=1, precision="32-true")
+    trainer.fit(HeavyEnds(), models.loader("gpt_tied", 8, 8))
+    return strategy.mesh.at.pp, strategy.memory_report()["parameters"]
