@@ -39,7 +39,7 @@ def test_replicas_and_ties_are_bit_equal_after_ten_steps_whatever_the_seeds() ->
 
 
 def test_a_tie_survives_the_meta_device() -> None:
-    """E9, T2: one parameter after set-up and after three steps in every layout; the first loss is about ln(vocabulary)."""
+    """E9, T2: one parameter after set-up and three steps, in every layout; the first loss is about ln(vocabulary)."""
     layouts = [sizes(2), sizes(1, 2), sizes(2, 2), sizes(1, 1), sizes(2, zero_stage=3, bucket_size_mb=0.002)]
     for rank in launch(built_on_meta, 4, layouts):
         for layout, (tied, difference, loss) in zip(layouts, rank, strict=True):
