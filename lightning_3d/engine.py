@@ -80,6 +80,7 @@ class Engine(Construction):
             keeps=keeps,
             master_weights=self.settings.master_weights,
             float32_gradients=self.settings.float32_gradients,
+            offload=self.settings.offload_optimizer,
             bucket_bytes=self._bucket_bytes,
         )
 

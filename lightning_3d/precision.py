@@ -34,6 +34,7 @@ def make_clipping_global(
     def collect_and_clip(*args: Any, **kwargs: Any) -> None:
         collect()
         by_value(*args, **kwargs)
+        collect()
 
     def hooks_and_collect(*args: Any, **kwargs: Any) -> None:
         after_closure(*args, **kwargs)
@@ -43,24 +44,31 @@ def make_clipping_global(
     plugin.clip_grad_by_value, plugin._after_closure = collect_and_clip, hooks_and_collect
 
 
-def make_scaler_global(plugin: Any, world: Communicator, device: torch.device) -> None:
+def make_scaler_global(
+    plugin: Any, world: Communicator, device: torch.device, unscaled: Callable[[Optimizer, Tensor], None]
+) -> None:
     """All ranks decide alike whether fp16 gradients overflowed, so that all of them skip the step and lower the scale.
 
     Args:
         plugin: Lightning's precision plugin; without a gradient scaler nothing happens.
         world: All ranks.
         device: This rank's; it may have no gradient at all.
+        unscaled: Told when what an optimizer holds of the gradients was multiplied with a number, and which.
 
     Collectives: an all-reduce of one number over `world` per optimizer step.
     """
     scaler = getattr(plugin, "scaler", None)
-    if scaler is None or world.size == 1:
+    if scaler is None:
         return
     vars(scaler).pop("_unscale_grads_", None)  # of an earlier run
     local = scaler._unscale_grads_
 
-    def unscale(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = local(*args, **kwargs)
+    def unscale(optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        if all(p.grad.device.type == "cpu" for g in optimizer.param_groups for p in g["params"] if p.grad is not None):
+            # an optimizer on the host would read these before they are there: torch does not wait for their copies
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        found: dict[torch.device, Tensor] = local(optimizer, inv_scale, found_inf, allow_fp16)
+        unscaled(optimizer, inv_scale)
         mine = [value.to(device).reshape(()) for value in found.values()] or [torch.zeros((), device=device)]
         with world.ledger.during("clip"):
             anywhere = world.all_reduce(torch.stack(mine).max(), "max")

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_3d.data import broadcast_batch, first_batch, random_state_kept
 from lightning_3d.engine import Engine
@@ -25,7 +26,7 @@ from lightning_3d.observe.results import join_results
 from lightning_3d.precision import make_clipping_global, make_scaler_global
 from lightning_3d.probe import agree
 from lightning_3d.recompute import find_blocks
-from lightning_3d.saving import Saving
+from lightning_3d.saving import Saving, unwrapped
 from lightning_3d.skipping import Skips, let_steps_be_skipped
 from lightning_3d.start_up import building_model, finish, forget_values, materialize_meta, settle
 from lightning_3d.stopping import may_stop, stop_together
@@ -40,7 +41,7 @@ from lightning_3d.suitability import (
 )
 from lightning_3d.surroundings import Surroundings
 from lightning_3d.tensor.recorded.eager import run_eagerly_around
-from lightning_3d.zero import release_former
+from lightning_3d.zero import check_offload, release_former
 
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -95,7 +96,7 @@ class SetUp(Saving):
             finish(module, self.optimizers)  # in stage 3 what ZeRO did not take
         self.setup_precision_plugin()
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
-        make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device)
+        make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device, self._unscaled)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # tensors made in inference mode (buffers, caches) could not be used by a later `fit`
             loop.inference_mode = False
@@ -132,6 +133,8 @@ class SetUp(Saving):
                 "lightning_3d: on_after_backward is overridden, so gradients are kept whole while batches are "
                 "accumulated, as with zero_stage=1. Use on_before_optimizer_step to keep this rank's part only."
             )
+        if self._settings.offload_optimizer:
+            check_offload(self.optimizers, self.mesh.device, getattr(self.precision_plugin, "scaler", None))
         self.engine.shard(self.optimizers, watched, keeps)
         self._norms = [
             GlobalTorchNorm(partial(norm_of, self.engine)),
@@ -153,6 +156,9 @@ class SetUp(Saving):
 
     def _clip(self, optimizer: Any, max_norm: float) -> None:
         clip(self.engine, getattr(optimizer, "_optimizer", optimizer), max_norm)
+
+    def _unscaled(self, optimizer: Optimizer, factor: Tensor) -> None:
+        self._zero.unscaled(unwrapped(optimizer), factor)
 
     def _collect(self) -> None:
         if self._engine is not None and self._engine.zero is not None:

@@ -30,4 +30,5 @@ class Settings:
     record: bool = True
     master_weights: bool = True
     float32_gradients: bool = False
+    offload_optimizer: bool = False
     forward_context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)

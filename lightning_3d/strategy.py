@@ -57,6 +57,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         zero_stage: int = 1,
         master_weights: bool = True,
         float32_gradients: bool = False,
+        offload_optimizer: bool = False,
         num_microbatches: int | Literal["auto"] = "auto",
         pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"] | str = "1f1b",
         virtual_pipeline_size: int = 1,
@@ -96,6 +97,9 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
                 the replicas from zero_stage=1 on, against 4.) Checkpoints hold the copies.
             float32_gradients: Gradients of such parameters are added up (over accumulated batches and microbatches) and
                 reduced over the replicas in float32; otherwise in the parameters' precision.
+            offload_optimizer: The optimizers' state and what they step on (this rank's part) are in the host's memory,
+                and they step there, on the CPU: the device keeps parameters and gradients. A step becomes slower;
+                optimizers with fused=True are fastest there.
             num_microbatches: Slices of a batch that follow each other through the pipeline; "auto" is
                 min(batch, 4 x pipeline_parallel_size), or what a schedule's file is made for. Needs
                 pipeline_parallel_size > 1.
@@ -156,6 +160,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             record=record,
             master_weights=master_weights,
             float32_gradients=float32_gradients,
+            offload_optimizer=offload_optimizer,
         )
         check_processes(timeout, process_group_backend, bucket_size_mb)
         super().__init__(
@@ -197,6 +202,7 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             record=record,
             master_weights=master_weights,
             float32_gradients=float32_gradients,
+            offload_optimizer=offload_optimizer,
         )
         check_effect(self.layout, self._settings)
         self._init_lifecycle()

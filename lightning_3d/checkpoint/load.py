@@ -124,7 +124,7 @@ def load_masters(state: RunState, checkpoint: Mapping[str, Any]) -> None:
         for _, slot, room in rooms.values():
             storage = slot.bucket.storage
             assert storage is not None
-            now = slot.part(storage.shard)
+            now = slot.part(storage.shard).to(room.device)
             slot.value.copy_(torch.where(room.to(now.dtype) == now, room, now.float()))
 
 

@@ -5,6 +5,7 @@ from lightning_3d.zero.classify import classify
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.holdings import is_low, release_former
 from lightning_3d.zero.norm import scale_gradients, total_norm
+from lightning_3d.zero.offload import check_offload
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.share import Share
 from lightning_3d.zero.unit import find_units
@@ -17,6 +18,7 @@ __all__ = [
     "Slot",
     "Units",
     "Zero",
+    "check_offload",
     "classify",
     "find_units",
     "is_low",

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_3d.comm import Communicator, Pending, PendingShard
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.zero.offload import Arriving
 from lightning_3d.zero.piece import Slot
 from lightning_3d.zero.storage import Storage
 
@@ -45,6 +46,7 @@ class Bucket:
         master: The optimizer steps on float32 copies of the parameters.
         gradient_dtype: In what gradients are added up and reduced; None: the parameters' own.
         divided: Stage 3: the parameters may be released.
+        offload: The optimizer steps on copies in the host's memory.
 
     Attributes:
         storage: The parameters' memory where the optimizer holds pieces; None where it holds the parameters.
@@ -63,6 +65,7 @@ class Bucket:
         master: bool = False,
         gradient_dtype: torch.dtype | None = None,
         divided: bool = False,
+        offload: bool = False,
     ) -> None:
         self.data, self.owners, self.whole, self.holders, self.windows = data, owners, whole, holders, windows
         self.sharded = sharded = owners.size > 1
@@ -79,14 +82,17 @@ class Bucket:
         self.flight: PendingShard | Pending | None = None
         self.travels: Tensor | None = None  # the buffer that is being reduced
         self.launched = False
+        self._arriving: Arriving | None = None  # the pending sum is on its way to the host
         for slot in self.slots:
             low, high = max(slot.offset, self.low), min(slot.offset + slot.numel, self.high)
             if low < high:
                 slot.low, slot.high = low - slot.offset, high - slot.offset
         self.storage: Storage | None = None
-        if sharded or master or self.gradient_dtype != self.dtype:
+        if sharded or master or offload or self.gradient_dtype != self.dtype:
             keep = whole or not sharded
-            self.storage = Storage(self.slots, self.size, self.owners, whole=keep, master=master, divided=divided)
+            self.storage = Storage(
+                self.slots, self.size, self.owners, whole=keep, master=master, divided=divided, offload=offload
+            )
 
     def _line_up(self, parameters: Sequence[tuple[str, nn.Parameter, bool]], shards: int) -> int:
         offset = 0
@@ -167,12 +173,11 @@ class Bucket:
             flight.wait()
             self.pending, self.travels = self.travels, None
             return
+        assert self._arriving is None, "what is on its way to the host has to be published first"
         add = self.pending is not None
         if self.pending is None:
-            if self.published is not None and all(slot.held.grad is None for slot in self.slots):
-                self.pending, self.published = self.published, None
-            else:
-                self.pending = self._new_shard()
+            used = None if self.offloads else self._used_shard()
+            self.pending = self._new_shard() if used is None else used
         assert self.pending is not None
         flight.finish(self.pending, add=add)
         give(self)
@@ -188,6 +193,19 @@ class Bucket:
             self.pending = self._new_shard().zero_()
         self.holders.all_reduce(self.pending)
 
+    @property
+    def offloads(self) -> bool:
+        """Its optimizer steps on the host."""
+        return self.storage is not None and self.storage.host is not None
+
+    def fetch(self) -> None:
+        """The pending sum is final: it begins its way to the host, where its optimizer steps there."""
+        if self.offloads and self.pending is not None and self._arriving is None:
+            assert self.storage is not None
+            assert self.storage.host is not None
+            self._arriving = self.storage.host.receive(self.pending, self._used_shard())
+            self.pending = self._arriving.room
+
     def publish(self, factor: float | Tensor = 1.0) -> bool:
         """Hand the pending sums over as `.grad`. A parameter that no rank used keeps what it has (None stays None).
 
@@ -196,10 +214,13 @@ class Bucket:
         """
         if self.pending is None:
             return False
+        self.fetch()
+        if self._arriving is not None:
+            self.pending, self._arriving = self._arriving.wait(), None
         if self.storage is not None:
             self.pending = self.pending.to(self.storage.master.dtype)
         if isinstance(factor, Tensor) or factor != 1.0:
-            self.pending.mul_(factor)
+            self.pending.mul_(factor.to(self.pending.device) if isinstance(factor, Tensor) else factor)
         if self.storage is None:
             for slot in self.slots:
                 if slot.used:
@@ -210,6 +231,13 @@ class Bucket:
         for slot in self.slots:
             slot.given, slot.used = slot.used, False
         return True
+
+    def _used_shard(self) -> Tensor | None:
+        """The memory of the gradients before, if nobody has them any more."""
+        if self.published is None or any(slot.held.grad is not None for slot in self.slots):
+            return None
+        used, self.published = self.published, None
+        return used
 
     def _new_shard(self) -> Tensor:
         return torch.empty(self.size, dtype=self.gradient_dtype, device=self.device)

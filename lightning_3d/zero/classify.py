@@ -40,7 +40,13 @@ def classify(optimizer: Optimizer) -> Kind:
 
 
 def check_fits(
-    name: str, kind: Kind, replicas: int, parted: bool, divided: Sequence[str], masters: bool = False
+    name: str,
+    kind: Kind,
+    replicas: int,
+    parted: bool,
+    divided: Sequence[str],
+    masters: bool = False,
+    offload: bool = False,
 ) -> None:
     """Refuse an optimizer that looks at more than a rank holds.
 
@@ -51,6 +57,7 @@ def check_fits(
         parted: Ranks of a replica hold different parameters (tensor or pipeline parallelism).
         divided: Its parameters that are divided over tensor-parallel ranks.
         masters: It is to step on float32 copies of its parameters.
+        offload: It is to step on the host.
 
     Raises:
         ConfigurationError: It cannot be used here.
@@ -66,6 +73,11 @@ def check_fits(
             f"{name} updates one parameter by looking at others (or re-evaluates the model), so it cannot step on "
             "float32 copies of bfloat16 or float16 parameters. Use master_weights=False and zero_stage=0, or another "
             "precision."
+        )
+    if kind == "coupled" and offload:
+        raise ConfigurationError(
+            f"{name} updates one parameter by looking at others (or re-evaluates the model), so it cannot step on "
+            "copies of the parameters in the host's memory. Use offload_optimizer=False and zero_stage=0."
         )
     if kind == "coupled" and replicas > 1:
         raise ConfigurationError(

@@ -51,6 +51,7 @@ class Zero(Holdings):
         keeps: They may look at it between the backwards of a step, so stage 2 reduces after the last one only.
         master_weights: Parameters of less than float32 precision are stepped as float32 copies.
         float32_gradients: Their gradients are added up and reduced in float32.
+        offload: The optimizers' state, and what they step on, is in the host's memory; they step there.
         bucket_bytes: Size at which a bucket is closed.
         in_flight: Reductions that may be under way at once (each keeps a full-size gradient buffer).
 
@@ -70,6 +71,7 @@ class Zero(Holdings):
         keeps: bool = False,
         master_weights: bool = False,
         float32_gradients: bool = False,
+        offload: bool = False,
         bucket_bytes: int = 4 << 20,
         in_flight: int = 3,
     ) -> None:
@@ -81,6 +83,7 @@ class Zero(Holdings):
             keeps=keeps,
             master_weights=master_weights,
             float32_gradients=float32_gradients,
+            offload=offload,
             bucket_bytes=bucket_bytes,
         )
         self._control, self._in_flight = share.control, in_flight
@@ -246,12 +249,14 @@ class Zero(Holdings):
             if bucket in touched and not bucket.launched:
                 self._launch(bucket)
         for bucket in self._flying:
-            bucket.land(self._give)
+            self._land(bucket)
         self._flying.clear()
         if final:
             with self.data.ledger.during("reduce"):
                 for bucket in self.buckets:
                     bucket.sum_holders()
+            for bucket in self.buckets:
+                bucket.fetch()
         self.gradient_bytes -= sum(buffer.nbytes for buffer in self._pool)
         self._pool.clear()
         self.reducing = False
@@ -262,6 +267,10 @@ class Zero(Holdings):
         published = [bucket for bucket in self.buckets if bucket.publish(factor)]
         with self.data.ledger.during("show"):
             self.shown.show_reduced(bucket for bucket in published if bucket.storage is not None)
+
+    def unscaled(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """What an optimizer holds of the gradients was multiplied with a factor: so is what hooks see of them."""
+        self.shown.unscaled(self._of_optimizer[optimizer], factor)
 
     def _exchange_flags(self) -> set[Bucket]:
         """A parameter counts as used when any rank used it; the others then add zeros to the mean.
@@ -297,12 +306,17 @@ class Zero(Holdings):
                 bucket.published = self._allocate(bucket)
             return bucket.published
         while self.reducing and len(self._flying) >= self._in_flight and self._is_down(self._flying[0]):
-            self._flying.pop(0).land(self._give)
+            self._land(self._flying.pop(0))
         for index, buffer in enumerate(self._pool):
             fits = buffer.dtype == bucket.gradient_dtype and buffer.device == bucket.device
             if fits and buffer.numel() >= bucket.numel:
                 return self._pool.pop(index)[: bucket.numel]
         return self._allocate(bucket)
+
+    def _land(self, bucket: Bucket) -> None:
+        bucket.land(self._give)
+        if not self.reduces_always and bucket.holders is None:
+            bucket.fetch()  # while the backward goes on: nothing will be added
 
     def _is_down(self, bucket: Bucket) -> bool:
         """Wait for a reduction for a while, so that buffers do not pile up.

@@ -20,6 +20,7 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import check_fits, classify
+from lightning_3d.zero.offload import check_steps_on_host, follow
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.share import Share
 from lightning_3d.zero.storage import Storage
@@ -48,7 +49,7 @@ class Holdings(abc.ABC):
     """The buckets, and the groups of the optimizers.
 
     Args:
-        optimizers, share, stage, publish_later, master_weights, float32_gradients, bucket_bytes: As in `Zero`.
+        optimizers, share, stage, publish_later, master_weights, float32_gradients, offload, bucket_bytes: As in `Zero`.
         keeps: See `Zero`; otherwise stage 2 gives parameters whose gradients do not come together buckets of their own.
     """
 
@@ -62,6 +63,7 @@ class Holdings(abc.ABC):
         keeps: bool,
         master_weights: bool,
         float32_gradients: bool,
+        offload: bool,
         bucket_bytes: int,
     ) -> None:
         self.optimizers = list(optimizers)
@@ -74,9 +76,10 @@ class Holdings(abc.ABC):
         self._held_names = {id(p): n for n, p in share.parameters.items()}
         self._holders = {name: axis for axis, group in share.shared for name in group}
         self._masters, self._float32_gradients, self._bucket_bytes = master_weights, float32_gradients, bucket_bytes
+        self._offload = offload
         converts = (master_weights or float32_gradients) and any(map(is_low, share.parameters.values()))
         # with one replica and no pipeline a gradient is final where autograd puts it
-        self.passive = share.data.size == 1 and not publish_later and not converts
+        self.passive = share.data.size == 1 and not publish_later and not converts and not offload
         self.units = share.units if self.stage == 3 else None
         self._owners = Communicator(share.data.axis) if not self.stage else share.data
         if self.units is not None:
@@ -105,11 +108,14 @@ class Holdings(abc.ABC):
 
     def _take_over(self, optimizer: Optimizer) -> None:
         masters = self._masters and any(is_low(p) for g in optimizer.param_groups for p in g["params"])
-        known = not (self.stage or self._parted or masters)
+        known = not (self.stage or self._parted or masters or self._offload)
         kind = self._kinds[optimizer] = "elementwise" if known else classify(optimizer)
         names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
         cut = sorted(names & self._cut)
-        check_fits(type(optimizer).__name__, kind, self.data.size if self.stage else 1, self._parted, cut, masters)
+        replicas = self.data.size if self.stage else 1
+        check_fits(type(optimizer).__name__, kind, replicas, self._parted, cut, masters, self._offload)
+        if self._offload:
+            check_steps_on_host(optimizer, {p.device for p in self._parameters.values()})
         self._adopt(optimizer)
         if not self.passive:
             optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
@@ -119,6 +125,8 @@ class Holdings(abc.ABC):
         """Lightning runs the step and its backward inside of `optimizer.step`: what they did to parameters counts."""
         if self.units is None:
             self.reclaim()
+        else:
+            self._follow(self.storages)
 
     def release(self) -> None:
         """Let go of the parameters: another run takes them over. In stage 3 all become whole (collective).
@@ -236,6 +244,7 @@ class Holdings(abc.ABC):
             master=low and self._masters and parameter.requires_grad,
             gradient_dtype=torch.float32 if low and self._float32_gradients else None,
             divided=self.units is not None,
+            offload=self._offload and parameter.requires_grad,
         )
         if self.units is not None:
             assert bucket.storage is not None
@@ -292,14 +301,19 @@ class Holdings(abc.ABC):
     def _reclaim(self, optimizer: Optimizer) -> None:
         if self.units is not None:
             self.units.end()
-        for bucket in self._of_optimizer[optimizer]:
-            if bucket.storage is not None:
-                bucket.storage.reclaim()
+        self._reclaim_all([b.storage for b in self._of_optimizer[optimizer] if b.storage is not None])
 
     def reclaim(self) -> None:
         """Take over what user code did to parameters since the last step, for all optimizers."""
-        for storage in self.storages:
+        self._reclaim_all(self.storages)
+
+    def _reclaim_all(self, storages: Sequence[Storage]) -> None:
+        for storage in storages:
             storage.reclaim()
+        self._follow(storages)
+
+    def _follow(self, storages: Sequence[Storage]) -> None:
+        follow([storage.host for storage in storages if storage.host is not None])
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """Names of the parameters of every group, in order, as one process would number them."""
@@ -329,9 +343,10 @@ def _cut(slot: Slot, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.numel() != slot.numel or slot.held is slot.parameter:
         return value
     if not slot.owned:
-        return value.new_empty(0)
+        return value.new_empty(0, device=slot.held.device)
     dtype = slot.held.dtype if value.dtype == slot.parameter.dtype else value.dtype
-    return value.detach().reshape(-1)[slot.low : slot.high].to(dtype, copy=True).view(slot.held.shape)
+    part = value.detach().reshape(-1)[slot.low : slot.high]
+    return part.to(slot.held.device, dtype, copy=True).view(slot.held.shape)
 
 
 def is_low(parameter: Tensor) -> bool:

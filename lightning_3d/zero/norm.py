@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,12 @@ def total_norm(
     if not parts:
         local = torch.zeros((), dtype=dtype, device=device)
     else:
-        norms = torch.stack([n.to(dtype) for n in torch._foreach_norm(parts, norm_type)])
+        # those of an optimizer that steps on the host are there
+        kinds: dict[Any, list[Tensor]] = {}
+        for gradient in parts:
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        found = [torch.stack(list(torch._foreach_norm(alike, norm_type))) for alike in kinds.values()]
+        norms = torch.cat([some.to(device, dtype) for some in found])
         local = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
     if math.isinf(norm_type):
         return group.all_reduce(local, "max")
@@ -43,5 +49,5 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
     """Multiply gradients by `max_norm / norm` where that is below one, as `torch.nn.utils.clip_grad_norm_` does."""
     gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    for device in {g.device for g in gradients}:
+        torch._foreach_mul_([g for g in gradients if g.device == device], factor.to(device))

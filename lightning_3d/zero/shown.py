@@ -3,7 +3,8 @@
 Gradients live in buckets, and with ZeRO-1 the optimizer holds parts of them. A hook that reads or changes `p.grad`
 would find nothing there and its changes would be lost in silence. So, only where hooks of the user may look, the
 gradient is put together in `.grad` after each backward, and what the optimizer holds are views of it: changes in place
-reach it at once, a new tensor or None put there is taken over by `collect`.
+reach it at once, a new tensor or None put there is taken over by `collect`. Where the optimizer steps on the host, it
+holds copies there, and `collect` takes over all changes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
+from lightning_3d.zero.offload import fingerprint
 from lightning_3d.zero.piece import Piece, Slot
 
 
@@ -28,6 +31,8 @@ class Shown:
         self.wanted = wanted
         self._shown: dict[Slot, Tensor] = {}
         self._aside: set[Slot] = set()
+        self._whole: dict[Bucket, Tensor] = {}
+        self._mirrors: dict[Bucket, _Mirror] = {}
 
     def show_reduced(self, buckets: Iterable[Bucket]) -> None:
         """The published gradients of buckets whose pieces hold them, whole.
@@ -40,11 +45,15 @@ class Shown:
             assert bucket.storage is not None
             whole = torch.zeros(bucket.numel, dtype=bucket.storage.master.dtype, device=bucket.device)
             shard = whole[bucket.low : bucket.high]
+            place = shard if bucket.storage.host is None else torch.zeros_like(bucket.storage.master)
             for slot in bucket.slots:
                 if slot.owned and slot.held.grad is not None:
-                    part = slot.part(shard)
+                    part = slot.part(place)
                     part.copy_(slot.held.grad.reshape(-1))
                     slot.held.grad = part.view(slot.held.shape)
+            self._whole[bucket] = whole
+            if place is not shard:
+                self._mirrors[bucket] = _Mirror(bucket, shard, place)
             bucket.published = None  # its memory is the hook's now
             bucket.owners.all_gather_start(whole, shard).wait()
             for slot in bucket.slots:
@@ -74,6 +83,8 @@ class Shown:
             else:
                 gradient.copy_(now)
                 slot.parameter.grad = gradient
+        for mirror in self._mirrors.values():
+            mirror.agree()
 
     def hide(self) -> None:
         """Make room in `.grad` for the next backward."""
@@ -81,6 +92,20 @@ class Shown:
         for slot in self._shown:
             slot.parameter.grad = None
         self._shown.clear()
+        self._whole.clear()
+        self._mirrors.clear()
+
+    def unscaled(self, buckets: Iterable[Bucket], factor: Tensor) -> None:
+        """This rank's range was multiplied with a factor where the optimizer holds it; so is the rest."""
+        for bucket in buckets:
+            whole = self._whole.get(bucket)
+            if whole is None:
+                continue
+            by = factor.to(whole.device)
+            whole[: bucket.low].mul_(by)
+            whole[bucket.high :].mul_(by)
+            if bucket in self._mirrors:
+                self._mirrors[bucket].agree()
 
     def whole(self, held: nn.Parameter) -> nn.Parameter:
         """The parameter whose shown gradient contains that of what an optimizer holds, or the latter itself."""
@@ -88,6 +113,8 @@ class Shown:
 
     def set_aside(self, slot: Slot) -> None:
         """Leave this parameter's `.grad` to somebody else until `put_back`."""
+        self._whole.pop(slot.bucket, None)
+        self._mirrors.pop(slot.bucket, None)
         if slot in self._shown:
             del self._shown[slot]
             self._aside.add(slot)
@@ -104,3 +131,32 @@ class Shown:
             slot.parameter.grad_dtype = None  # it may be float32 where the parameter has less
         slot.parameter.grad = gradient
         self._shown[slot] = gradient
+
+
+class _Mirror:
+    """A rank's range of gradients twice: as hooks see it on the device, and on the host, where the optimizer steps."""
+
+    def __init__(self, bucket: Bucket, seen: Tensor, held: Tensor) -> None:
+        self._bucket, self._seen, self._held = bucket, seen, held
+        seen.copy_(held)
+        self._marks = self._look()
+
+    def _look(self) -> list[int]:
+        return [int(fingerprint(self._seen)), int(fingerprint(self._held))]
+
+    def agree(self) -> None:
+        """What was changed in one of them is changed in the other."""
+        seen, held = (now != mark for now, mark in zip(self._look(), self._marks, strict=True))
+        if seen and held:
+            names = ", ".join(repr(slot.name) for slot in self._bucket.slots[:3])
+            raise ConfigurationError(
+                f"the gradients of {names} (and others of their bucket) were changed twice before a step: in `.grad` "
+                "of the module's parameters, and in that of the optimizer's. With offload_optimizer=True these are two "
+                "tensors, so it is not known what comes first. Change one kind only: the module's parameters."
+            )
+        if seen:
+            self._held.copy_(self._seen)
+        elif held:
+            self._seen.copy_(self._held)
+        if seen or held:
+            self._marks = self._look()

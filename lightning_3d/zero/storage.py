@@ -2,7 +2,8 @@
 
 flat      everybody's ranges in one buffer, of which the module's parameters are views
 shard     this rank's range of it; in stage 3 memory of its own, and `flat` has some only while it is needed
-master    what the optimizer steps on: the shard itself, or its float32 copy where parameters have less precision
+master    what the optimizer steps on: the shard itself, its float32 copy where parameters have less precision, or a
+          copy on the host (offload.py)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lightning_3d.absence import nothing
 from lightning_3d.comm import Communicator, Pending
 from lightning_3d.deferred import is_deferred
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.zero.offload import HostCopy
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.released import ReleasedParameter
 
@@ -30,13 +32,23 @@ class Storage:
         whole: Pieces keep the parameter's shape (every parameter belongs to one rank entirely).
         master: The optimizer steps on float32 copies.
         divided: Stage 3: `flat` may be released.
+        offload: The optimizer steps on the host.
 
     Attributes:
         is_whole: The parameters have their values.
+        host: What it steps on there.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], size: int, axis: Communicator, *, whole: bool, master: bool, divided: bool = False
+        self,
+        slots: Sequence[Slot],
+        size: int,
+        axis: Communicator,
+        *,
+        whole: bool,
+        master: bool,
+        divided: bool = False,
+        offload: bool = False,
     ) -> None:
         first = slots[0].parameter
         self.slots, self._axis, self.divided = slots, axis, divided
@@ -52,7 +64,9 @@ class Storage:
         for slot, view in zip(slots, self._views, strict=True):
             _take(slot, view, only_own=divided)
         self.shard = self._mine.clone() if divided else self._mine
-        self.master = self.shard.float() if master else self.shard
+        precise = torch.float32 if master else self.dtype
+        self.host = HostCopy(self.shard, precise) if offload else None
+        self.master = self.shard.to(precise) if self.host is None else self.host.values
         for slot in slots:
             data = slot.part(self.master) if slot.owned else self.master[:0]
             # a scalar keeps its shape, else its moments could not be told from the optimizer's `step`
@@ -75,13 +89,15 @@ class Storage:
                 _take_back(slot, place)
             if self.divided:
                 self.shard.copy_(self._mine)
-        if self.has_master:
+        if self.has_master and self.host is None:  # what is on the host follows when it is needed
             # where the parameter is not what the last step left, it is right and the master is not
             torch.where(self.master.to(self.dtype) == self.shard, self.master, self.shard.float(), out=self.master)
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
-        if self.has_master:
+        if self.host is not None:
+            self.host.send()
+        elif self.has_master:
             self.shard.copy_(self.master)
 
     def gather_start(self) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.testing import relative_error
+from lightning_3d.testing import full_parameters, relative_error
 from tests import models
 from tests.strategy.cases import trainer_for
 from tests.strategy.fits import replica_difference
@@ -153,11 +155,11 @@ class Edits(Module):
         return loss
 
 
-def edited(stages: list[int]) -> list[tuple[float, float]]:
+def edited(stages: list[int], offload: bool = False) -> list[tuple[float, float]]:
     """How far (weight, bias) are from what the step wrote, less one optimizer step."""
     out = []
     for stage in stages:
-        strategy = ThreeDStrategy(zero_stage=stage, bucket_size_mb=0.002)
+        strategy = ThreeDStrategy(zero_stage=stage, bucket_size_mb=0.002, offload_optimizer=offload)
         fit(strategy, kind=Edits)
         with strategy.whole_parameters():
             first = strategy.engine.module.net[0]
@@ -226,3 +228,40 @@ def _overflow(strategy: ThreeDStrategy) -> tuple[list[float], float, float, floa
     trainer.fit(module)
     moved = max((float((states[1][n] - states[0][n]).abs().max()) for n in states[0]), default=0.0)
     return scales, losses[0], replica_difference(strategy), moved
+
+
+class ClipsInAHook(Module):
+    """By torch's function, and looks at the norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        own = grad_norm(self, 2)
+        self.norms += [float(own["grad_2.0_norm_total"]), float(clip_grad_norm_(self.parameters(), 0.05))]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def clipped_in_a_hook(layouts: list[dict[str, Any] | None]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """(norms a hook saw, parameters) after fits whose loss is scaled."""
+    out = []
+    for size in layouts:
+        strategy: Any = "auto" if size is None else ThreeDStrategy(bucket_size_mb=0.002, **size)
+
+        def train_dataloader(strategy: Any = strategy, alone: bool = size is None) -> Any:
+            where = (0, 1) if alone else (strategy.data_parallel_rank, strategy.data_parallel_size)
+            return DataLoader(Batches(batches(*where, STEPS)), batch_size=None)
+
+        module = build(ClipsInAHook)
+        module.train_dataloader = train_dataloader  # type: ignore[method-assign]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        trainer = trainer_for(
+            strategy, use_distributed_sampler=False, precision=None, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]
+        )
+        trainer.fit(module)
+        whole = dict(module.named_parameters()) if size is None else full_parameters(strategy)
+        out.append((module.norms, {n: p.detach().clone() for n, p in whole.items()}))
+    return out

@@ -13,12 +13,13 @@ from tests.strategy.callbacks import fits
 preload("tests.models", "tests.strategy.callbacks")
 TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"zero_stage": 1}
 DIVIDED = {"zero_stage": 3, "bucket_size_mb": 0.001}
+ON_HOST = {"zero_stage": 1, "offload_optimizer": True}
 CASES: dict[str, list[dict[str, Any]]] = {
-    "finetune": [TP, PP, DP, DIVIDED],
-    "average": [DP, {"zero_stage": 0}, {"save_distributed_checkpoint": False}],
+    "finetune": [TP, PP, DP, DIVIDED, {**DIVIDED, "offload_optimizer": True}],
+    "average": [DP, {"zero_stage": 0}, {"save_distributed_checkpoint": False}, ON_HOST],
     "prune": [{"zero_stage": 0}],
-    "replace": [TP, PP, DP],
-    "adagrad": [TP, {**TP, "zero_stage": 0}, PP, DP, DIVIDED],
+    "replace": [TP, PP, DP, ON_HOST],
+    "adagrad": [TP, {**TP, "zero_stage": 0}, PP, DP, DIVIDED, ON_HOST],
 }
 
 

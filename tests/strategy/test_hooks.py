@@ -32,12 +32,13 @@ def compare(names: list[str], world: int, sizes: dict[str, Any]) -> None:
         (2, {"zero_stage": 0}),
         (2, {"zero_stage": 2, "bucket_size_mb": 0.002}),
         (2, {"zero_stage": 3, "bucket_size_mb": 0.002}),
+        (2, {"zero_stage": 1, "bucket_size_mb": 0.002, "offload_optimizer": True}),
         (2, {"tensor_parallel_size": 2}),
         (2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
         (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
         (4, {"tensor_parallel_size": 2}),
     ],
-    ids=["zero1", "zero0", "zero2", "zero3", "tp2", "pp2", "dp2-pp2", "dp2-tp2"],
+    ids=["zero1", "zero0", "zero2", "zero3", "offload", "tp2", "pp2", "dp2-pp2", "dp2-tp2"],
 )
 def test_hooks_on_gradients(world: int, sizes: dict[str, Any]) -> None:
     """C5, C6: among them clipping that is overridden, torch's and Lightning's norms."""
@@ -50,10 +51,11 @@ def test_hooks_on_gradients(world: int, sizes: dict[str, Any]) -> None:
         (2, {"zero_stage": 1}),
         (2, {"zero_stage": 0}),
         (2, {"zero_stage": 3, "bucket_size_mb": 0.002}),
+        (2, {"zero_stage": 1, "bucket_size_mb": 0.002, "offload_optimizer": True}),
         (2, {"tensor_parallel_size": 2}),
         (4, {"tensor_parallel_size": 2}),
     ],
-    ids=["zero1", "zero0", "zero3", "tp2", "dp2-tp2"],
+    ids=["zero1", "zero0", "zero3", "offload", "tp2", "dp2-tp2"],
 )
 def test_manual_optimization(world: int, sizes: dict[str, Any]) -> None:
     compare([*MANUAL], world, sizes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_3d.testing import preload
+from lightning_3d.testing import preload, relative_error
 from tests.strategy import precisions
 from tests.strategy.test_cases import launch, sizes
 
@@ -55,7 +55,7 @@ def test_masters_survive_a_checkpoint_and_another_layout(distributed: bool, tmp_
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all() -> None:
-    layouts = [sizes(), sizes(zero_stage=3), sizes(1, 2, num_microbatches=2), sizes(2)]
+    layouts = [sizes(), sizes(zero_stage=3), sizes(1, 2, num_microbatches=2), sizes(2), sizes(offload_optimizer=True)]
     plain = launch(precisions.overflow, 1, [sizes()])[0][0][1]
     results = launch(precisions.overflow, 2, layouts)
     for index, layout in enumerate(layouts):
@@ -64,3 +64,14 @@ def test_an_overflow_on_one_rank_is_skipped_by_all() -> None:
             assert difference == moved == 0.0, layout
             one_replica = layout["tensor_parallel_size"] * layout["pipeline_parallel_size"] == 2
             assert not one_replica or abs(loss - plain) < 0.02
+
+
+def test_hooks_see_gradients_without_the_scale() -> None:
+    """Whole ones, on every rank, although the optimizer's part alone is unscaled by Lightning."""
+    (norms, parameters), *_ = launch(precisions.clipped_in_a_hook, 1, [None])[0]
+    layouts = [sizes(zero_stage=0), sizes(), sizes(zero_stage=3), sizes(offload_optimizer=True), sizes(2)]
+    for rank in launch(precisions.clipped_in_a_hook, 2, layouts):
+        for layout, (got, after) in zip(layouts, rank, strict=True):
+            assert got == pytest.approx(norms, rel=5e-3), layout
+            for name, want in parameters.items():
+                assert relative_error(after[name], want) <= 5e-3, (layout, name)
