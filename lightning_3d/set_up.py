@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.data import broadcast_batch, first_batch, random_state_kept
