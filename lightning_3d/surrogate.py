@@ -25,19 +25,21 @@ class _Publish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         on_cpu = grad.device.type == "cpu"
+        ratio = grad.to(torch.float32 if grad.device.type == "mps" else torch.float64) / ctx.scale
+        one = torch.ones_like(ratio)
+        # a loss of low precision (bf16-true) comes back divided by the number of accumulated batches, and rounded
+        fits = torch.isclose(ratio, one, rtol=max(1e-6, 4 * torch.finfo(grad.dtype).eps))
         if not ctx.last:
-            _check_unscaled(grad, ctx.scale, on_cpu)
-        elif on_cpu and abs(float(grad / ctx.scale) - 1) < 1e-6:
+            _check_unscaled(fits, on_cpu)
+        elif on_cpu and bool(fits):
             ctx.zero.publish()
         else:
-            ctx.zero.publish(grad / ctx.scale)
+            ctx.zero.publish(torch.where(fits, one, ratio))
         return None, None, None, None, None
 
 
-def _check_unscaled(grad: Tensor, scale: float | Tensor, on_cpu: bool) -> None:
+def _check_unscaled(fits: Tensor, on_cpu: bool) -> None:
     """Sums of accumulated batches stay where they are: a factor that differs from batch to batch cannot be applied."""
-    ratio = grad.double() / scale
-    fits = torch.isclose(ratio, torch.ones_like(ratio), rtol=1e-6)
     message = (
         "the loss was rescaled in a `backward` hook on a batch whose gradients are being accumulated in a pipeline; "
         "scale it in training_step instead"

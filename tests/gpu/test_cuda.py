@@ -61,7 +61,7 @@ def test_parity_with_one_gpu(layout: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizers_that_step_on_the_host(precision: str, stage: int) -> None:
     """As those that step on the device, but for what processors round otherwise; their state is not on the device."""
-    world, close = min(GPUS, 2), {"64-true": 1e-9, "bf16-true": 1e-5, "16-mixed": 1e-3}[precision]
+    world, close = min(GPUS, 2), {"64-true": 1e-9, "bf16-true": 1e-2, "16-mixed": 1e-3}[precision]
     run = {"zero_stage": stage, "bucket_size_mb": 0.002}
     want = run_distributed(train, world, run, precision, init_process_group=False, timeout=120)[0]
     offloaded = {**run, "offload_optimizer": True}

@@ -36,7 +36,12 @@ def test_masters_with_every_stage() -> None:
 
 def test_masters_with_tensor_and_pipeline_parallelism() -> None:
     """Sums over tp and microbatches in bfloat16 round otherwise."""
-    check(4, [(sizes(2, 2, num_microbatches=2), 1), (sizes(1, 2, num_microbatches=2, zero_stage=3), 1)], 5e-2)
+    check(4, [(sizes(2, 2, num_microbatches=2), 3), (sizes(1, 2, num_microbatches=2, zero_stage=3), 1)], 5e-2)
+
+
+def test_masters_with_a_pipeline_that_accumulates_batches() -> None:
+    """The loss comes back divided by three, rounded to bfloat16: gradients are not rescaled by that rounding."""
+    check(2, [(sizes(1, 2, num_microbatches=1, zero_stage=stage), 3) for stage in (0, 1)])
 
 
 def test_what_a_step_writes_into_parameters_counts() -> None:

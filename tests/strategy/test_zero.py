@@ -70,15 +70,44 @@ def test_replicas_with_other_numbers_of_microbatches() -> None:
         assert error <= 1e-9
 
 
-@pytest.mark.parametrize(("precision", "bytes_each"), [("32-true", (4, 4, 8)), ("bf16-true", (2, 2, 12))])
-def test_memory_is_the_formula(precision: str, bytes_each: tuple[int, int, int]) -> None:
-    """Parameters, gradients (while batches are accumulated) and optimizer state of one of two ranks."""
-    for stage in range(4):
-        shared = (stage > 2, stage > 1, stage > 0)
-        for count, found in launch(zeros.memory, 2, sizes(zero_stage=stage), precision):
-            for kind, each, divided in zip(("parameters", "gradients", "optimizer"), bytes_each, shared, strict=True):
-                formula = count * each / (2 if divided else 1)
-                assert formula * 0.99 <= found[kind] <= formula * 1.01 + zeros.BUCKET, (stage, kind)
+FORMULA = {"32-true": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16-true": (2, 2, 12)}
+"""Bytes per parameter: the parameter, its gradient, what Adam has of it."""
+
+
+def check_formula(world: int, layouts: list[dict[str, Any]], precision: str) -> None:
+    replicas = 2
+    for rank in launch(zeros.memories, world, layouts, precision):
+        for layout, (count, found) in zip(layouts, rank, strict=True):
+            stage = layout["zero_stage"]
+            shared = (stage > 2, stage > 1, stage > 0)
+            for kind, each, divided in zip(
+                ("parameters", "gradients", "optimizer"), FORMULA[precision], shared, strict=True
+            ):
+                formula = count * each / (replicas if divided else 1)
+                assert formula * 0.99 <= found[kind] <= formula * 1.01 + zeros.BUCKET, (layout, kind)
+
+
+@pytest.mark.parametrize("precision", FORMULA)
+def test_memory_is_the_formula(precision: str) -> None:
+    """Parameters, gradients (while batches are accumulated) and optimizer state of one of two replicas."""
+    check_formula(2, [sizes(zero_stage=stage) for stage in range(4)], precision)
+
+
+def test_memory_is_the_formula_of_a_part_of_the_model() -> None:
+    """Of what tensor and pipeline parallelism leave to a rank."""
+    parts: list[dict[str, Any]] = [sizes(2), sizes(1, 2, num_microbatches=4)]
+    check_formula(4, [{**part, "zero_stage": stage} for part in parts for stage in (1, 2, 3)], "bf16-true")
+
+
+def test_memory_of_an_optimizer_on_the_host() -> None:
+    """Nothing of it is on the device; on the host values and moments, and the gradients of a step."""
+    for precision, each in (("32-true", 12), ("bf16-true", 12)):
+        layouts = [sizes(zero_stage=stage, offload_optimizer=True) for stage in (0, 1, 3)]
+        for rank in launch(zeros.memories, 2, layouts, precision):
+            for layout, (count, found) in zip(layouts, rank, strict=True):
+                assert found["optimizer"] == 0
+                part = count * each / (2 if layout["zero_stage"] else 1)
+                assert part * 0.99 <= found["offloaded"] <= part * (4 / 3) * 1.01 + zeros.BUCKET, layout
 
 
 def test_another_strategy_takes_the_parameters_over() -> None:

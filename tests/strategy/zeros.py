@@ -39,8 +39,12 @@ class Gradients(pl.Callback):
         self.kept = max(self.kept, _storages(tensors))
 
 
+def memories(layouts: list[dict[str, Any]], precision: str) -> list[tuple[int, dict[str, float]]]:
+    return [memory(sizes, precision) for sizes in layouts]
+
+
 def memory(sizes: dict[str, Any], precision: str) -> tuple[int, dict[str, float]]:
-    """(number of parameters, bytes of this rank for each kind): between steps, gradients between batches."""
+    """(number of this rank's parameters, its bytes for each kind): between steps, gradients between batches."""
     strategy = ThreeDStrategy(bucket_size_mb=BUCKET / 2**20, **sizes)
     watch = Gradients()
     trainer = trainer_for(strategy, accumulate_grad_batches=3, callbacks=[watch], max_epochs=1, precision=precision)
@@ -50,7 +54,7 @@ def memory(sizes: dict[str, Any], precision: str) -> tuple[int, dict[str, float]
     columns = models.vectors(48).columns
     trainer.fit(module, DataLoader(models.Samples({**columns, "x": columns["x"].float()}), batch_size=8))
     report = strategy.memory_report()
-    return sum(p.numel() for p in module.parameters()), {**report, "gradients": watch.kept}
+    return sum(p.numel() for p in strategy.engine.held.values()), {**report, "gradients": watch.kept}
 
 
 def gradient_bytes(sizes: dict[str, Any]) -> tuple[int, int, int]:
