@@ -1,0 +1,131 @@
+"""What the ranks of a launch run for `test_optimizers.py`: optimizers as users make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_3d.checkpoint import export_checkpoint
+from tests import models
+from tests.strategy.cases import trainer_for
+from tests.strategy.zero_cases import Sizes, place, strategy_of, whole
+
+OPTIONS = ("lr", "initial_lr", "weight_decay", "momentum", "param_names", "tag")
+
+
+def named(self: Any) -> Any:
+    return torch.optim.Adam(self.named_parameters(), lr=0.01)
+
+
+def named_groups(self: Any) -> Any:
+    """With names, an option of the user's own, and a scheduler that knows the groups apart."""
+    ends = [(n, p) for n, p in self.named_parameters() if not n.startswith("blocks")]
+    vectors = [(n, p) for n, p in self.blocks.named_parameters() if p.ndim < 2]
+    matrices = [(n, p) for n, p in self.blocks.named_parameters() if p.ndim > 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": vectors, "weight_decay": 0.0, "tag": "vectors"},
+            {"params": matrices, "lr": 0.02},
+            {"params": ends, "lr": 0.005},
+        ],
+        lr=0.01,
+        weight_decay=0.1,
+    )
+    rates = [lambda step: 1.0, lambda step: 0.9**step, lambda step: 1 / (1 + step)]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def empty_groups(self: Any) -> Any:
+    nothing: list[Any] = []
+    groups = [{"params": nothing}, {"params": self.blocks.parameters(), "lr": 0.02}, {"params": nothing, "tag": "none"}]
+    rest = [p for n, p in self.named_parameters() if not n.startswith("blocks")]
+    return torch.optim.RAdam([*groups, {"params": rest}], lr=0.01)
+
+
+def built_before(self: Any) -> Any:
+    """Made in `__init__`."""
+    return [self.made]
+
+
+def one_per_block(self: Any) -> Any:
+    """Many groups of few parameters, interleaved with what others hold."""
+    groups = [{"params": block.parameters(), "lr": 0.01 * (i + 1)} for i, block in enumerate(self.blocks)]
+    rest = [p for n, p in self.named_parameters() if not n.startswith("blocks")]
+    return torch.optim.SGD([*groups, {"params": rest}], lr=0.05, momentum=0.9, nesterov=True)
+
+
+def part_only(self: Any) -> Any:
+    """Parameters that no optimizer has."""
+    return torch.optim.NAdam(self.blocks[1:3].parameters(), lr=0.01)
+
+
+def maximizes(self: Any) -> Any:
+    return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.01), amsgrad=True, maximize=True)
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    f.__name__: f for f in (named, named_groups, empty_groups, built_before, one_per_block, part_only, maximizes)
+}
+
+
+class Adds(pl.Callback):
+    """Groups that come later: after the first epoch the first block thaws, after the second the embedding."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.blocks[0].requires_grad_(False)
+        pl_module.wpe.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        parts = {1: pl_module.blocks[0], 2: pl_module.wpe}
+        part = parts.get(trainer.current_epoch)
+        if part is not None:
+            part.requires_grad_(True)
+            named_ones = [(f"late.{n}", p) for n, p in part.named_parameters()]
+            trainer.optimizers[0].add_param_group({"params": named_ones, "lr": 0.03, "weight_decay": 0.2})
+
+
+def late(self: Any) -> Any:
+    return torch.optim.AdamW([(n, p) for n, p in self.named_parameters() if p.requires_grad], lr=0.01)
+
+
+KINDS["late"] = late
+
+
+def run(kind: str, sizes: Sizes, folder: str | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Parameters after three epochs, and what the groups say; in the folder a plain file of the run."""
+    strategy = strategy_of(sizes)
+    module = models.build("gpt_tied")
+    module.__class__ = type(f"With{kind}", (type(module),), {"configure_optimizers": KINDS[kind]})
+    if kind == "built_before":
+        module.made = torch.optim.RMSprop(module.parameters(), lr=0.01, momentum=0.5, centered=True)
+    callbacks = [Adds()] if kind == "late" else []
+    trainer = trainer_for(strategy, max_epochs=3, use_distributed_sampler=False, callbacks=callbacks)
+    trainer.fit(module, models.loader("gpt_tied", 16, 8, *place(strategy)))
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key in OPTIONS}
+        for group in trainer.optimizers[0].param_groups
+    ]
+    if folder is not None:
+        Path(folder).mkdir(exist_ok=True)
+        path = Path(folder) / f"{kind}.ckpt"
+        trainer.save_checkpoint(path)
+        if sizes is not None and trainer.is_global_zero:
+            export_checkpoint(path, Path(folder) / f"{kind}.plain.ckpt")
+        if sizes is not None:
+            strategy.barrier()
+    return whole(strategy, module), groups
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def runs(cases: list[tuple[str, Sizes]], folders: list[str | None] | None = None) -> list[Any]:
+    where = folders or [None] * len(cases)
+    return [run(kind, sizes, folder) for (kind, sizes), folder in zip(cases, where, strict=True)]
