@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_3d.errors import PipelineError
 
 _VALUE_GETTERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _PASSIVE_METHODS = [
@@ -82,3 +85,41 @@ def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     """One element that looks like `shape`; NaN where the dtype has it, so that a use by mistake is seen."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+_made_of_nothing: dict[int, tuple[StorageWeakRef, str]] = {}
+"""Memory of what was computed from data that is elsewhere, and the name of a parameter whose data that is."""
+_MANY = 10_000
+
+
+def remember(value: Tensor, name: str) -> None:
+    """`value` was computed from the data of a parameter that is elsewhere."""
+    if len(_made_of_nothing) > _MANY:
+        for key in [key for key, (memory, _) in _made_of_nothing.items() if memory.expired()]:
+            del _made_of_nothing[key]
+    memory = StorageWeakRef(value.untyped_storage())
+    _made_of_nothing[memory.cdata] = (memory, name)
+
+
+def check_have_values(named: Mapping[str, Tensor]) -> None:
+    """Refuse data that was put into parameters that are here (torch tells nobody of `parameter.data = ...`).
+
+    Args:
+        named: The parameters, or their data, by name.
+
+    Raises:
+        PipelineError: One was computed from a parameter that only other stages hold.
+    """
+    if not _made_of_nothing:
+        return
+    for name, value in named.items():
+        if type(value) not in (nn.Parameter, Tensor):  # divided over the replicas: nobody could give it data
+            continue
+        memory, source = _made_of_nothing.get(value.untyped_storage()._cdata, (None, ""))
+        if memory is not None and not memory.expired():
+            raise PipelineError(
+                f"parameter {name!r} was given data (name.data = ...) computed from parameter {source!r}, which only "
+                "other stages of the pipeline hold; here that has no values. Code in hooks and callbacks can combine "
+                "parameters of one stage only (averages of a model beside it, momentum encoders). Keep both in one "
+                "stage, or use pipeline_parallel_size=1: tensor and data parallelism work."
+            )

@@ -41,7 +41,7 @@ from lightning_3d.suitability import (
 )
 from lightning_3d.surroundings import Surroundings
 from lightning_3d.tensor.recorded.eager import run_eagerly_around
-from lightning_3d.zero import check_offload, release_former
+from lightning_3d.zero import check_offload, lend_swaps, release_former
 
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -95,6 +95,8 @@ class SetUp(Saving):
         if first:
             finish(module, self.optimizers)  # in stage 3 what ZeRO did not take
         self.setup_precision_plugin()
+        for wrapper in self._lightning_optimizers:
+            lend_swaps(unwrapped(wrapper), wrapper)
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
         make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device, self._unscaled)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -135,7 +137,8 @@ class SetUp(Saving):
             )
         if self._settings.offload_optimizer:
             check_offload(self.optimizers, self.mesh.device, getattr(self.precision_plugin, "scaler", None))
-        self.engine.shard(self.optimizers, watched, keeps)
+        # by hand, batches are accumulated where `sync_grad=False`, and zeroed by whoever likes
+        self.engine.shard(self.optimizers, watched, keeps or not module.automatic_optimization)
         self._norms = [
             GlobalTorchNorm(partial(norm_of, self.engine)),
             GlobalGradNorm(self.package, lambda m, p: norms_of(self.engine, m, p, not self._accumulating)),

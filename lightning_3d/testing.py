@@ -203,6 +203,7 @@ def relative_error(got: torch.Tensor | None, want: torch.Tensor | None) -> float
         return float("inf")
     if not got.numel():
         return 0.0
-    scale = want.detach().abs().max().double().item()  # a NaN anywhere makes the result NaN, which passes no bound
-    difference = (got.detach().double() - want.detach().double()).abs().max().item()
+    exact = torch.complex128 if want.is_complex() or got.is_complex() else torch.float64
+    scale = want.detach().to(exact).abs().max().item()  # a NaN anywhere makes the result NaN, which passes no bound
+    difference = (got.detach().to(exact) - want.detach().to(exact)).abs().max().item()
     return difference / scale if scale > 1e-13 else difference

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_3d.absence import function_name, is_passive, nothing
+from lightning_3d.absence import function_name, is_passive, nothing, remember
 from lightning_3d.errors import PipelineError
 
 _BOOKKEEPING: set[Any] = {torch._has_compatible_shallow_copy_type, Tensor.data_ptr, Tensor.untyped_storage}
@@ -84,6 +84,8 @@ class AbsentValue(Tensor):
     def of(origin: AbsentParameter, value: Tensor) -> AbsentValue:
         made: AbsentValue = value.as_subclass(AbsentValue)
         made.origin = origin
+        with torch._C.DisableTorchFunctionSubclass():
+            remember(made, origin.parameter_name)
         return made
 
     @classmethod

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.absence import check_have_values
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
@@ -216,6 +217,7 @@ class PipelineRunner:
         Raises:
             DivergedError: The step took another path than the planned one.
         """
+        check_have_values(self.parameters)
         microbatches, sizes = self._split(TRAINING, batch)
         weights = [size / sum(sizes) for size in sizes] if weights is None else list(weights)
         assert len(weights) == len(microbatches), f"{len(weights)} weights for {len(microbatches)} microbatches"
@@ -241,6 +243,7 @@ class PipelineRunner:
             *args: More arguments for the method (dataloader_idx).
         """
         assert not torch.is_grad_enabled(), "evaluation needs torch.no_grad() or torch.inference_mode()"
+        check_have_values(self.parameters)
         microbatches, sizes = self._split(step_name, batch)
         number = mix(zlib.crc32(step_name.encode()), self.evaluation_number)
         walk = self._walk(step_name, microbatches, (batch_idx, *args), number, None)

@@ -3,6 +3,7 @@
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import classify
 from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.groups import lend_swaps
 from lightning_3d.zero.holdings import is_low, release_former
 from lightning_3d.zero.norm import scale_gradients, total_norm
 from lightning_3d.zero.offload import check_offload
@@ -22,6 +23,7 @@ __all__ = [
     "classify",
     "find_units",
     "is_low",
+    "lend_swaps",
     "release_former",
     "scale_gradients",
     "total_norm",

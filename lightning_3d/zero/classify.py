@@ -26,6 +26,9 @@ def classify(optimizer: Optimizer) -> Kind:
 
     Args:
         optimizer: Any optimizer; it is not changed (copies with toy parameters take the steps).
+
+    Raises:
+        ConfigurationError: It cannot step on small tensors on the CPU.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return "coupled"
@@ -107,7 +110,16 @@ def _classify_shape(optimizer: Optimizer, group: dict[str, Any], shape: tuple[in
     def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
         return all(torch.allclose(x, y, rtol=tolerance, atol=0) for x, y in zip(a, b, strict=True))
 
-    together = run(lambda t: [list(t)])
+    try:
+        together = run(lambda t: [list(t)])
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} cannot step on two small tensors on the CPU, without a closure: "
+            f"{type(error).__name__}: {error}. That is tried since its parameters are to be divided, or copied; an "
+            "optimizer that evaluates the model, or runs on a device only, cannot be. Use it with zero_stage=0, "
+            "tensor_parallel_size=1, pipeline_parallel_size=1, master_weights=False and offload_optimizer=False, or "
+            "choose another one."
+        ) from error
     try:
         if not equal(together, run(lambda t: [[t[0]], [t[1]]])):
             return "coupled"

@@ -20,6 +20,7 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import check_fits, classify
+from lightning_3d.zero.groups import names_in, replace_by_pieces, surround_swaps
 from lightning_3d.zero.offload import check_steps_on_host, follow
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.share import Share
@@ -120,6 +121,7 @@ class Holdings(abc.ABC):
         if not self.passive:
             optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
             optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
+            surround_swaps(optimizer, self._reclaim, self._after_step)
 
     def after_closure(self) -> None:
         """Lightning runs the step and its backward inside of `optimizer.step`: what they did to parameters counts."""
@@ -173,35 +175,31 @@ class Holdings(abc.ABC):
             self._of_optimizer[optimizer] += self._watched_buckets(optimizer, run)
         self.buckets.sort(key=lambda b: (b.holders is not None, -min(self._order[id(s.parameter)] for s in b.slots)))
         for group in optimizer.param_groups:
-            self._replace_by_pieces(optimizer, group)
+            replace_by_pieces(optimizer, group, self.slots)
+            for parameter in group["params"]:
+                if isinstance(parameter, Piece):
+                    self._share(optimizer, parameter.slot)
         self._arm()
 
-    def _replace_by_pieces(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        before = list(group["params"])
-        group["params"][:] = [self.slots[p].held if p in self.slots else p for p in before]
-        for old, now in zip(before, group["params"], strict=True):
-            if old is not now and old in optimizer.state:
-                state = optimizer.state.pop(old)
-                optimizer.state[now] = {key: _cut(self.slots[old], value) for key, value in state.items()}
-        # torch picks foreach by exact type, which a Piece is not
-        on_cuda = any(isinstance(p, Piece) and p.is_cuda for p in group["params"])
-        if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
+    def _share(self, optimizer: Optimizer, slot: Slot) -> None:
+        """A parameter that an optimizer steps, though another one may have it, too."""
+        bucket, mine = slot.bucket, self._of_optimizer[optimizer]
+        if bucket in mine:
+            return
+        if self._kinds[optimizer] == "whole" and bucket.sharded and not bucket.whole:
+            raise ConfigurationError(
+                f"parameter {slot.name!r} is in two optimizers. {type(optimizer).__name__} looks at whole matrices, "
+                f"the other one gets parts of them, divided over {self.data.size} replicas. List the optimizer that "
+                "looks at whole matrices first in configure_optimizers, or use zero_stage=0."
+            )
+        mine.append(bucket)
 
     def _record_names(self, optimizer: Optimizer) -> None:
         """Names of all parameters of every group, in order, as one process would number them."""
         known = self.group_names.setdefault(optimizer, [])
         for index, group in enumerate(optimizer.param_groups):
-            if index < len(known):
-                continue
-            for parameter in group["params"]:
-                if id(parameter) not in self._names:
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is not a "
-                        "parameter of the LightningModule, so its gradient would not be reduced. Register it: "
-                        "self.name = nn.Parameter(...)."
-                    )
-            known.append([self._names[id(p)] for p in group["params"]])
+            if index >= len(known):
+                known.append(names_in(optimizer, group, self._names))
 
     def _is_new(self, parameter: nn.Parameter) -> bool:
         if self.passive:
@@ -336,17 +334,6 @@ class Holdings(abc.ABC):
             optimizer.param_groups[index]["params"] = found
         self.group_names[optimizer] = [list(group) for group in names]
         self._adopt(optimizer)
-
-
-def _cut(slot: Slot, value: Any) -> Any:
-    """This rank's part of a full-size state tensor; anything else as it is."""
-    if not isinstance(value, Tensor) or value.numel() != slot.numel or slot.held is slot.parameter:
-        return value
-    if not slot.owned:
-        return value.new_empty(0, device=slot.held.device)
-    dtype = slot.held.dtype if value.dtype == slot.parameter.dtype else value.dtype
-    part = value.detach().reshape(-1)[slot.low : slot.high]
-    return part.to(slot.held.device, dtype, copy=True).view(slot.held.shape)
 
 
 def is_low(parameter: Tensor) -> bool:

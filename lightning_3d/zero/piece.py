@@ -21,7 +21,8 @@ class Piece(nn.Parameter):
     slot: Slot
 
     def __new__(cls, data: Tensor, slot: Slot) -> Piece:
-        piece: Piece = torch.Tensor._make_subclass(cls, data, True)
+        # quantized weights are no numbers that could be trained
+        piece: Piece = torch.Tensor._make_subclass(cls, data, data.is_floating_point() or data.is_complex())
         piece.slot = slot
         return piece
 

@@ -147,7 +147,7 @@ class _Mirror:
     def agree(self) -> None:
         """What was changed in one of them is changed in the other."""
         seen, held = (now != mark for now, mark in zip(self._look(), self._marks, strict=True))
-        if seen and held:
+        if seen and held and not torch.equal(self._seen.to(self._held.device), self._held):  # both zeroed: well
             names = ", ".join(repr(slot.name) for slot in self._bucket.slots[:3])
             raise ConfigurationError(
                 f"the gradients of {names} (and others of their bucket) were changed twice before a step: in `.grad` "

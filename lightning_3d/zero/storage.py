@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from lightning_3d.absence import nothing
+from lightning_3d.absence import check_have_values, nothing
 from lightning_3d.comm import Communicator, Pending
 from lightning_3d.deferred import is_deferred
 from lightning_3d.errors import ConfigurationError
@@ -157,6 +157,7 @@ def _take_back(slot: Slot, place: torch.Tensor) -> None:
     data = slot.parameter.data
     if data.data_ptr() == place.data_ptr() and data.dtype == place.dtype and data.shape == place.shape:
         return
+    check_have_values({slot.name: data})
     if data.shape != place.shape or data.dtype != place.dtype:
         raise ConfigurationError(
             f"the data of parameter {slot.name!r} was replaced during training by a tensor of shape "

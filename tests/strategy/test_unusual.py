@@ -1,0 +1,49 @@
+"""Legal code around optimizers that is easily broken: as in one process, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_3d.testing import DistributedError, preload, relative_error
+from tests.strategy import unusual
+from tests.strategy.test_cases import launch, sizes
+
+preload("tests.models", "tests.strategy.unusual")
+
+SMALL = {"bucket_size_mb": 0.002}
+STAGES = [sizes(zero_stage=stage, **SMALL) for stage in (1, 2, 3)]
+ON_HOST, PIPELINE = sizes(offload_optimizer=True, **SMALL), sizes(1, 2, num_microbatches=2)
+CASES: dict[str, list[dict[str, Any]]] = {
+    "InTwoOptimizers": [*STAGES, ON_HOST, sizes(2)],
+    "WithoutSync": [*STAGES, ON_HOST],
+    "Free": [*STAGES, ON_HOST, sizes(2), PIPELINE],
+    "Quantized": [*STAGES, PIPELINE],
+    "ZeroesInPlace": [*STAGES, ON_HOST, PIPELINE],
+    "WithClosure": [sizes(zero_stage=0)],
+    "MomentumEncoder": [*STAGES[:2], ON_HOST, sizes(2)],
+}
+
+
+def test_equal_to_one_process() -> None:
+    want = dict(zip(CASES, launch(unusual.fits, 1, [(name, None) for name in CASES])[0], strict=True))
+    cases = [(name, layout) for name, layouts in CASES.items() for layout in layouts]
+    for rank in launch(unusual.fits, 2, cases):
+        for (name, layout), (parameters, loss) in zip(cases, rank, strict=True):
+            expected, expected_loss = want[name]
+            assert max(relative_error(parameters[n], p) for n, p in expected.items()) <= 1e-9, (name, layout)
+            assert loss == pytest.approx(expected_loss, rel=1e-9), (name, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        ("WithClosure", STAGES[0], r"NeedsAClosure cannot step on two small tensors .*no closure.*zero_stage=0"),
+        ("MomentumEncoder", PIPELINE, r"'teacher.*' was given data .* computed from parameter 'net.*pipeline_paral"),
+        ("MomentumEncoder", STAGES[2], r"'teacher.*' outside of a step.*whole_parameters"),
+    ],
+)
+def test_what_is_refused(name: str, layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(DistributedError, match=message):
+        launch(unusual.fits, 2, [(name, layout)])

@@ -1,0 +1,183 @@
+"""What the ranks of a launch run for `test_unusual.py`: legal code around optimizers that is easily broken."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import models
+from tests.strategy.cases import trainer_for
+from tests.strategy.zero_cases import Sizes, place, strategy_of, whole
+
+
+class Validated(models.LitMLP):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class InTwoOptimizers(Validated):
+    """Some parameters are in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        every = list(self.net.parameters())
+        return torch.optim.SGD(every[:12], lr=0.1, momentum=0.9), torch.optim.Adam(every[6:], lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for factor, optimizer in enumerate(self.optimizers(), 1):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) * factor)
+            optimizer.step()
+
+
+class WithoutSync(Validated):
+    """Every second batch steps; what is left at the end of an epoch is zeroed by Lightning before it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        steps = batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=steps):
+            self.manual_backward(self.loss(batch) / 2)
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose parameters are one average in training and another one in evaluation (Defazio et al., 2024)."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0, "training": True})
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def _move(self, training: bool) -> None:
+        for group in self.param_groups:
+            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for parameter in group["params"] if group["training"] != training else ():
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], weight)
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["steps"] += 1
+            share = 1 / group["steps"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, share)
+                parameter.add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+class Free(Validated):
+    """Its hooks call the optimizer as its documentation asks."""
+
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters())
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.optimizers().eval()
+
+    def on_validation_epoch_end(self) -> None:
+        self.optimizers().train()
+
+
+class Quantized(Validated):
+    """A frozen matrix of integers, an empty parameter, a scalar, one that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-9, 9, (16, 16), dtype=torch.int8), requires_grad=False)
+        self.nothing, self.scale = nn.Parameter(torch.empty(0)), nn.Parameter(torch.tensor(0.7))
+        self.turned = nn.Parameter(torch.randn(16, 8).t())
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net[:5](batch["x"])
+        x = x + x @ (self.codes.to(x.dtype) * 0.01) * self.scale + batch["x"] @ self.turned
+        return F.cross_entropy(self.net[5:](x), batch["y"])
+
+
+class ZeroesInPlace(Validated):
+    """Gradients stay tensors, so the second backward adds to zeros."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class NeedsAClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "no closure"
+        return super().step(closure)
+
+
+class WithClosure(Validated):
+    def configure_optimizers(self) -> Any:
+        return NeedsAClosure(self.parameters(), lr=0.1)
+
+
+class MomentumEncoder(Validated):
+    """A frozen copy follows the model, as MoCo and BYOL have it; with a pipeline it is on other stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch["x"]), self.teacher(batch["x"]) + F.one_hot(batch["y"], 5))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            own.data = own.data * 0.9 + other.data * 0.1
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (InTwoOptimizers, WithoutSync, Free, Quantized, ZeroesInPlace, WithClosure, MomentumEncoder)
+}
+
+
+def fits(cases: list[tuple[str, Sizes]]) -> list[tuple[dict[str, Tensor], float]]:
+    """Parameters after two epochs of five batches, and the validation's loss."""
+    out = []
+    for name, sizes in cases:
+        strategy = strategy_of(sizes)
+        trainer = trainer_for(strategy, max_epochs=2, use_distributed_sampler=False)
+        torch.manual_seed(3)
+        module = KINDS[name]().double()
+        data = (models.loader("mlp", samples, 8, *place(strategy)) for samples in (40, 16))
+        trainer.fit(module, *data)
+        out.append((whole(strategy, module), float(trainer.callback_metrics["val_loss"])))
+    return out
