@@ -104,14 +104,15 @@ class Zero(Holdings):
     def _after_step(self, optimizer: Optimizer) -> None:
         """All-gather the new parameters, in the order the next forward needs them."""
         storages = [bucket.storage for bucket in reversed(self._of_optimizer[optimizer]) if bucket.storage is not None]
-        for storage in storages:
-            storage.stepped()
         if self.units is not None:
+            for storage in storages:
+                storage.stepped()
             self.units.refresh()  # the others are gathered when they are needed
             return
         with self.data.ledger.during("optimizer"):
             for storage in storages:
-                storage.gather_start()
+                storage.stepped()
+                storage.gather_start()  # while the next is on its way from the host
             for storage in storages:
                 storage.gather_wait()
 

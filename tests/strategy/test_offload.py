@@ -40,7 +40,7 @@ def test_bit_equal_with_every_stage() -> None:
 
 def test_bit_equal_with_tensor_and_pipeline_parallelism() -> None:
     check(2, [("adamw", sizes(2), CLIPPED), ("adamw", sizes(1, 2, num_microbatches=4), CLIPPED)])
-    check(4, [("adamw", sizes(1, 2, num_microbatches=2, zero_stage=stage), CLIPPED) for stage in (2, 3)])
+    check(4, [("adamw", sizes(1, 2, num_microbatches=2, zero_stage=3), CLIPPED)])
 
 
 @pytest.mark.parametrize("directory", [True, False], ids=["directory", "file"])

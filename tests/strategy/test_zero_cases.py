@@ -29,9 +29,9 @@ def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
 def test_experts_and_their_balance() -> None:
     """N10, N11, N12: router, experts (also without tokens) and what is before them, in every layout and stage."""
     for layout, runs, more in (
-        ((1, 1, 4), ((0, 4), (1, 1), (2, 4), (3, 1)), {}),
+        ((1, 1, 4), ((0, 1), (2, 4)), {}),
         ((2, 1, 2), ((1, 4), (3, 1)), {}),
-        ((1, 2, 2), ((1, 1), (2, 4)), {"num_microbatches": 2}),
+        ((1, 2, 2), ((1, 4),), {"num_microbatches": 2}),
     ):
         parts = (layout[2], more.get("num_microbatches", 1))
         cases = [
@@ -61,7 +61,7 @@ def test_batches_left_over_at_the_end_of_an_epoch() -> None:
     layouts: list[dict[str, Any]] = [
         *(sizes(zero_stage=stage, **SMALL) for stage in range(4)), sizes(2), sizes(1, 2, num_microbatches=2)
     ]  # fmt: skip
-    cases = [(layout, how) for layout in layouts for how in hows]
+    cases = [(layout, how) for layout in layouts for how in hows if how == "four" or layout in layouts[2::3]]
     for rank in launch(zero_cases.leftovers, 2, cases):
         for (layout, how), (got, steps) in zip(cases, rank, strict=True):
             parameters, expected = want[hows.index(how)]
