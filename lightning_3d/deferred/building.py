@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.deferred.constructors import constructors_told
 from lightning_3d.deferred.tensor import Deferred, defer, dispatch, is_large, remember
 
 
@@ -23,12 +26,25 @@ class building(TorchDispatchMode):
         device: Where the model will be; tensors on others, and on the meta device, are made as usual.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
+        self._told = ExitStack()
+
+    def __enter__(self) -> building:
+        self._told.enter_context(constructors_told())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._told.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):  # operations on functions (flex_attention): done with values
+            return func(*tree_map(_value, tuple(args)), **tree_map(_value, dict(kwargs)))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(isinstance(x, Deferred) for x in tensors):
             return dispatch(func, args, kwargs)
@@ -59,3 +75,7 @@ def _form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor |
     except Exception:  # the operation itself says what is wrong
         return None
     return out if isinstance(out, Tensor) else None
+
+
+def _value(x: Any) -> Any:
+    return x.value() if isinstance(x, Deferred) else x

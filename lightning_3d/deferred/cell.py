@@ -8,7 +8,8 @@ numbers whenever and however often they are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.deferred.kept import Kept, checksum_of
 
 OVERWRITES = frozenset(
     [
@@ -36,6 +37,8 @@ OVERWRITES = frozenset(
 """In-place operations that do not read what they write to."""
 _ALL_ELEMENTS = frozenset(("detach", "alias", "view", "t", "transpose", "permute", "unsqueeze", "squeeze"))
 """Views that show every element."""
+_PATIENCE = 5_000
+"""Writes into one memory that are done again, before its values stay."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,14 @@ class Call:
     draws_on: torch.device | None = None
     state: Tensor | None = None
     part: int | None = None
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """The default type was this; it decides what `integers / 2` is."""
 
-    def run(self, cell: Cell | None = None, memory: Tensor | None = None) -> Any:
+    def run(self, made: Callable[[Cell, int | None], Tensor], cell: Cell | None = None, memory: Any = None) -> Any:
         """Do it.
 
         Args:
+            made: Gives the memory of other cells, as it was after a number of writes.
             cell: A cell that is being made; windows on it become views of `memory`.
             memory: What it holds so far.
         """
@@ -70,61 +76,44 @@ class Call:
                 return x.value
             if not isinstance(x, Window):
                 return x
-            return x.of(memory) if memory is not None and x.cell is cell else x.of(x.cell.make(x.version))
+            return x.of(memory) if memory is not None and x.cell is cell else x.of(made(x.cell, x.version))
 
         args, kwargs = tree_map(real, (self.args, dict(self.kwargs)))
-        if self.draws_on is None:
+        with self._as_it_was(kwargs):
             return self.func(*args, **kwargs)
-        assert self.state is not None
-        if kwargs.get("generator") is not None:
-            kwargs["generator"] = torch.Generator(self.draws_on).set_state(self.state)
-            return self.func(*args, **kwargs)
-        generator = default_generator(self.draws_on)
-        now = generator.get_state()
-        generator.set_state(self.state)
+
+    @contextmanager
+    def _as_it_was(self, kwargs: dict[str, Any]) -> Iterator[None]:
+        """The default type and the random state, which go back afterwards to what they are now."""
+        type_now = torch.get_default_dtype()
+        generator = None
+        if self.draws_on is not None:
+            assert self.state is not None
+            if kwargs.get("generator") is not None:
+                kwargs["generator"] = torch.Generator(self.draws_on).set_state(self.state)
+            else:
+                generator = default_generator(self.draws_on)
+                state_now = generator.get_state()
+                generator.set_state(self.state)
+        torch.set_default_dtype(self.dtype)
         try:
-            return self.func(*args, **kwargs)
+            yield
         finally:
-            generator.set_state(now)
+            torch.set_default_dtype(type_now)
+            if generator is not None:
+                generator.set_state(state_now)
+
+    def operands(self) -> list[Window]:
+        """The views of memory without values that it reads or writes."""
+        return [x for x in tree_leaves((self.args, dict(self.kwargs))) if isinstance(x, Window)]
+
+    def kept(self) -> list[Kept]:
+        """The tensors with values that it reads."""
+        return [x for x in tree_leaves((self.args, dict(self.kwargs))) if isinstance(x, Kept)]
 
     def name(self) -> str:
         """Of the operation, without its overload."""
         return self.func.__name__.split(".")[0]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor with values that an operation used; it must not change any more.
-
-    Args:
-        tensor: It.
-        at: Its version when it was used.
-    """
-
-    tensor: Tensor
-    at: int
-
-    @property
-    def value(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            ConfigurationError: It was changed in place meanwhile.
-        """
-        if self.tensor._version != self.at:
-            raise ConfigurationError(
-                f"a tensor of shape {tuple(self.tensor.shape)} was copied into a parameter (or one was computed from "
-                "it) while the model was built, and was then changed in place. Parameters get their values when "
-                "the model is set up, each rank only its part, so the old values are needed: copy a clone of it."
-            )
-        return self.tensor
-
-    def __reduce__(self) -> Any:
-        return (_kept_elsewhere, (self.value,))
-
-
-def _kept_elsewhere(tensor: Tensor) -> Kept:
-    return Kept(tensor, tensor._version)
 
 
 @dataclass(frozen=True)
@@ -172,6 +161,8 @@ class Cell:
     device: torch.device
     writes: list[Call] = field(default_factory=list)
     solid: Tensor | None = None
+    stays: bool = False
+    done_again: int = 0
     depth: int = 0
     """Cells are made of cells that are made of cells..."""
 
@@ -183,24 +174,39 @@ class Cell:
         """
         if self.solid is not None and version is None:
             return self.solid
+        from lightning_3d.deferred.making import Making
+
+        memory = Making(self, len(self.writes) if version is None else version).memory
+        self.done_again += len(self.writes)
+        if self.done_again > _PATIENCE and version is None:  # row by row, with a look at each: values must stay
+            self.solid, self.stays = memory, True
+        return memory
+
+    def calls(self, version: int) -> tuple[Call | None, list[Call]]:
+        """What has to be done to make it: its origin (None if that is overwritten), and the writes that count."""
         writes = self.writes[:version]
         covering = [i for i, call in enumerate(writes) if self._is_covered_by(call)]
-        with torch.no_grad():
-            if covering:
-                form = self.like
-                memory = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self.device)
-            else:
-                assert self.origin is not None
-                out = self.origin.run()
-                memory = out if self.origin.part is None else out[self.origin.part]
-            for call in writes[covering[-1] if covering else 0 :]:
-                call.run(self, memory)
-        return memory
+        return (None, writes[covering[-1] :]) if covering else (self.origin, writes)
 
     def solidify(self) -> None:
         """From now on the values stay: for what cannot be done later."""
         if self.solid is None:
             self.solid = self.make()
+        self.stays = True
+
+    def lend(self) -> Tensor:
+        """The values, for somebody who may write to them where we do not see it; `returned` must be called after it."""
+        if self.solid is None:
+            self.solid = self.make()
+        return self.solid
+
+    def returned(self, checksum: int) -> None:
+        """What was lent is in nobody's hands any more. If it is what it was, it need not stay."""
+        if not self.stays and self.solid is not None:
+            if checksum_of(self.solid) == checksum:
+                self.solid = None
+            else:
+                self.stays = True
 
     def is_overwritten(self, since: int) -> bool:
         """Whether all of it was written anew after the first `since` writes."""

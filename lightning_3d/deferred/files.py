@@ -7,8 +7,10 @@ them without knowing.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from lightning_3d.deferred.cell import Call
 from lightning_3d.deferred.tensor import defer, is_large
+from lightning_3d.errors import ConfigurationError
 
 _NAME = "safe_open"
 _open_later = threading.local()
@@ -54,6 +57,50 @@ def _exchange(before: Callable[..., Any], now: Callable[..., Any]) -> None:
             setattr(module, _NAME, now)
 
 
+class Source:
+    """A file as it is now; it may be deleted (temporary folders) before its tensors are read.
+
+    Args:
+        path: Where it is.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self._is_open = path, False
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+            self._is_open = True
+            weakref.finalize(self, os.close, self._file)
+        except OSError:  # too many open files
+            pass
+        self._stamp = self._now()
+
+    def readable(self) -> str:
+        """A path at which these bytes are.
+
+        Raises:
+            ConfigurationError: They were changed.
+        """
+        if not self._is_open and not os.path.exists(self.path):
+            raise ConfigurationError(
+                f"{self.path} was deleted while a model was built from it. Its tensors are read when the model is set "
+                "up, each rank its part, so it must stay until then."
+            )
+        if self._now() != self._stamp:
+            raise ConfigurationError(
+                f"{self.path} was written to after its tensors were loaded into a model that is being built. They are "
+                "read when the model is set up, each rank its part, so the old ones are needed: write another file."
+            )
+        through = f"/proc/self/fd/{self._file}" if self._is_open else ""
+        return through if through and os.path.exists("/proc/self/fd") else self.path
+
+    def _now(self) -> tuple[int, int]:
+        found = os.fstat(self._file) if self._is_open else os.stat(self.path)
+        return found.st_size, found.st_mtime_ns
+
+    def __reduce__(self) -> Any:
+        return (Source, (self.path,))
+
+
 class File:
     """A safetensors file; see safetensors' own `safe_open` for the methods.
 
@@ -63,7 +110,7 @@ class File:
     """
 
     def __init__(self, opened: Any, path: str) -> None:
-        self._opened, self._path = opened, path
+        self._opened, self._source = opened, Source(path)
 
     def __enter__(self) -> File:
         self._opened.__enter__()
@@ -81,7 +128,7 @@ class File:
         if not is_large(now):
             return now
         form = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype, device="meta")
-        return defer(Call(read_tensor, (self._path, name), {}), form, torch.device("cpu"))
+        return defer(Call(read_tensor, (self._source, name), {}), form, torch.device("cpu"))
 
     def get_tensors(self) -> dict[str, Tensor]:
         """All of them."""
@@ -110,10 +157,15 @@ class Slice:
         return self._file.get_tensor(self._name)[index]
 
 
-def read_tensor(path: str, name: str) -> Tensor:
+def read_tensor(path: Source, name: str) -> Tensor:
     """A tensor of a safetensors file: a private map of its bytes, of which the used ones are read."""
-    from safetensors import safe_open
+    import safetensors
 
-    with safe_open(path, framework="pt", device="cpu") as opened:
-        tensor: Tensor = opened.get_tensor(name)
+    depth = getattr(_open_later, "depth", 0)
+    _open_later.depth = 0  # also while a model is built: its mean may be asked for
+    try:
+        with safetensors.safe_open(path.readable(), framework="pt", device="cpu") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+    finally:
+        _open_later.depth = depth
     return tensor

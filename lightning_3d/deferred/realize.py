@@ -35,6 +35,10 @@ def realize_all(module: nn.Module) -> None:
 def realize_all_but_parameters(module: nn.Module) -> None:
     """What steps look at while they are planned, when only parameters may be without values."""
     for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):  # C++ holds its tensors: they cannot be exchanged inside
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                if isinstance(parameter, Deferred):
+                    setattr(part, name, nn.Parameter(_own_value(parameter), parameter.requires_grad))
         for leaf in tree_leaves(dict(vars(part))):
             if isinstance(leaf, Deferred) and not isinstance(leaf, nn.Parameter):
                 realize(leaf)

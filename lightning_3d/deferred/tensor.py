@@ -8,6 +8,7 @@ is built this way, but that its large tensors take no memory until each rank tak
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_3d.deferred.cell import Call, Cell, Kept, Window, default_generator
+from lightning_3d.deferred.cell import Call, Cell, Window, default_generator
+from lightning_3d.deferred.kept import checksum_of, keep
 
 DEEPEST = 40
 """Tensors that are computed from tensors, from tensors...; beyond that they are computed at once."""
@@ -25,6 +27,8 @@ SMALLEST = 16_384
 """Elements; smaller tensors have their values at once. (Norms and biases of large models are smaller.)"""
 _RANDOM = torch.Tag.nondeterministic_seeded
 _OWN = ("window", "form", "_is_param")
+_WRITTEN_WITHOUT_NOTE = frozenset(("running_mean", "running_var", "dropout_state"))
+"""Operands that some operations (`native_batch_norm`) write to without their schema saying so."""
 
 
 class Deferred(Tensor):
@@ -49,10 +53,11 @@ class Deferred(Tensor):
             layout=form.layout,
             device=window.cell.device,
         )
+        made.window, made.form = window, form
         return made
 
-    def __init__(self, window: Window, form: Tensor) -> None:
-        self.window, self.form = window, form
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Nothing: `torch.Tensor(8, 8)` calls it with its own arguments."""
 
     def value(self) -> Tensor:
         """Its values, in memory of this call alone unless they had to stay."""
@@ -64,15 +69,47 @@ class Deferred(Tensor):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__set__" and func.__self__ is Tensor.data:
             return assign(args[0], args[1])
-        if func is Tensor.data_ptr:
-            return 0
-        if func in _LEAVES_TORCH and is_deferred(args[0]):
-            return func(args[0].value(), *args[1:], **kwargs)
+        if func is Tensor.tolist:
+            return args[0].value().tolist()
+        if func in _TO_NUMPY and is_deferred(args[0]):
+            return _lent(args[0], func, *args[1:], **kwargs)
+        if func in _SHOWS_MEMORY:
+            return _shown(func, args, kwargs)
         if getattr(func, "__name__", "") in _CHANGES_FORM and is_deferred(args[0]):
             args[0].window.cell.solidify()
             assign(args[0], args[0].value())
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "data is not allocated yet" not in str(error):
+                raise
+            return _shown(func, args, kwargs)  # it looks into the memory before it is an operation
+
+    def as_subclass(self, cls: Any) -> Any:
+        """See `torch.Tensor.as_subclass`; has values."""
+        self.window.cell.solidify()
+        return self.value().as_subclass(cls)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.Tensor.set_`, which asks no subclass; `register_parametrization` calls it."""
+        if is_deferred(source) and not args and not kwargs:
+            assign(self, source)
+            return self
+        return self._with_values("set_", *([] if source is None else [source]), *args, **kwargs)
+
+    def resize_(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.Tensor.resize_`, which asks no subclass."""
+        return self._with_values("resize_", *args, **kwargs)
+
+    def resize_as_(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.Tensor.resize_as_`, which asks no subclass."""
+        return self._with_values("resize_as_", *args, **kwargs)
+
+    def _with_values(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.window.cell.solidify()
+        assign(self, self.value())
+        return getattr(Tensor, name)(self, *args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -112,8 +149,20 @@ _CHANGES_FORM = frozenset(
         "unsqueeze_",
     ]
 )
-_LEAVES_TORCH = frozenset(
-    (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__)
+_TO_NUMPY: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
+_SHOWS_MEMORY: frozenset[Any] = frozenset(
+    (
+        Tensor.apply_,
+        Tensor.data_ptr,
+        Tensor.is_shared,
+        Tensor.map_,
+        Tensor.map2_,
+        Tensor.share_memory_,
+        Tensor.storage,
+        Tensor.untyped_storage,
+        Tensor._typed_storage,
+        Tensor.__dlpack__,
+    )
 )
 
 
@@ -125,6 +174,36 @@ def is_large(form: Tensor) -> bool:
 def is_deferred(value: object) -> bool:
     """Whether this is a tensor whose values come later."""
     return isinstance(value, Deferred)
+
+
+def _shown(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Do what looks into memory, or writes there, unseen by us: the values stay from now on."""
+    back: dict[int, Deferred] = {}
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, Deferred):
+            return x
+        x.window.cell.solidify()
+        value = x.value()
+        back[id(value)] = x
+        alive.append(value)
+        return value
+
+    alive: list[Tensor] = []
+    with _disable_current_modes():
+        real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
+        out = func(*real_args, **real_kwargs)
+    return back.get(id(out), out)
+
+
+def _lent(tensor: Deferred, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An array of its memory. Whoever has it may write to it; if nobody did, the values go with the array."""
+    cell = tensor.window.cell
+    memory = cell.lend()
+    array = func(tensor.window.of(memory).requires_grad_(tensor.requires_grad), *args, **kwargs)
+    if not cell.stays:
+        weakref.finalize(array, cell.returned, checksum_of(memory))
+    return array
 
 
 def assign(target: Tensor, value: Tensor) -> None:
@@ -170,7 +249,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     written = _written(func, args, kwargs)
     if written:
         target = written[0]
-        if len(written) > 1 or not isinstance(target, Deferred):
+        if len(written) > 1 or not isinstance(target, Deferred) or not _gives_what_it_writes(func):
             return _do(func, args, kwargs)
         cell = target.window.cell
         if any(x.window.cell is not cell for x in operands):
@@ -199,10 +278,7 @@ def remember(
     def kept(x: Any) -> Any:
         if isinstance(x, Deferred):
             return x.window if written is not None and x.window.cell is written.window.cell else x.window.at_present()
-        if isinstance(x, Tensor):
-            x = x if is_large(x) else x.detach().clone()
-            return Kept(x, x._version)
-        return x
+        return keep(x, is_large(x)) if isinstance(x, Tensor) else x
 
     random = _RANDOM in func.tags
     generator = kwargs.get("generator") or (default_generator(device) if random else None)
@@ -282,8 +358,18 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def _gives_what_it_writes(func: Any) -> bool:
+    """Not: a result of its own, and something (noise, statistics) besides."""
+    returns = func._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    names = [
+        a.name
+        for a in func._schema.arguments
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name in _WRITTEN_WITHOUT_NOTE
+    ]
     return [x for name in names for x in tree_leaves(given.get(name)) if isinstance(x, Tensor)]
