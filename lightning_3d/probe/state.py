@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.probe.saved import Held
+from lightning_3d.probe.reach import contents_of, items_of
+from lightning_3d.probe.saved import Elements, Held, Items
 
 
 class ModuleState:
@@ -70,11 +71,8 @@ class ModuleState:
     def _restore_container(value: Any, before: Any, only: Callable[[Any], bool] | None) -> None:
         if only is not None and not only(list(value.values()) if isinstance(value, dict) else list(value)):
             return
-        value.clear()
-        if isinstance(value, list):
-            value.extend(before)
-        else:
-            value.update(before)
+        kept = Items(value) if isinstance(value, dict) else Elements(value)
+        kept.put(items_of(before) if isinstance(value, dict) else contents_of(before))
 
 
 def _differs(now: dict[str, Any], before: dict[str, Any], containers: dict[str, Any]) -> bool:

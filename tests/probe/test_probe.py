@@ -87,6 +87,27 @@ def test_module_state() -> None:
     assert not module.norm._forward_hooks
 
 
+class Frozen(dict[str, int]):
+    """As configurations of diffusers are."""
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        raise TypeError("frozen")
+
+    clear = __setitem__ = __delitem__ = update  # type: ignore[assignment]
+
+
+def test_module_state_with_containers_that_refuse_to_be_written_to() -> None:
+    module = Tied()
+    module.config = Frozen(width=3, depth=4)
+    state = ModuleState(module)
+    state.restore()
+    assert list(module.config.items()) == [("width", 3), ("depth", 4)]
+    dict.update(module.config, width=5)
+    assert state.changed() == [module]
+    state.restore()
+    assert module.config == {"width": 3, "depth": 4}
+
+
 def test_module_state_of_some_changes_and_some_modules() -> None:
     module = Tied()
     state = ModuleState(module)
