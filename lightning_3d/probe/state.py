@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from torch import nn
 
-from lightning_3d.probe.reach import contents_of, items_of
 from lightning_3d.probe.saved import Elements, Held, Items
 
 
@@ -22,7 +20,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, modules: Iterable[nn.Module] | None = None) -> None:
         self._saved = [
-            (m, dict(m.__dict__), {k: copy.copy(v) for k, v in m.__dict__.items() if isinstance(v, (list, dict, set))})
+            (m, dict(m.__dict__), {k: _taken(v) for k, v in m.__dict__.items() if isinstance(v, (list, dict, set))})
             for m in (module.modules() if modules is None else modules)
         ]
 
@@ -35,8 +33,8 @@ class ModuleState:
         return [
             Held(module.__dict__, key)
             for module, _, containers in self._saved
-            for key, before in containers.items()
-            if key.endswith("_hooks") and not _same_items(module.__dict__[key], before)
+            for key, (container, before) in containers.items()
+            if key.endswith("_hooks") and not _taken(module.__dict__[key])[0].same(before)
         ]
 
     def restore(
@@ -59,7 +57,7 @@ class ModuleState:
             for key in list(now):
                 if key in before and now[key] is before[key]:
                     if key in containers and (hooks or not key.endswith("_hooks")):
-                        self._restore_container(now[key], containers[key], only)
+                        self._restore_container(*containers[key], only)
                 elif only is not None and not only(now[key]):
                     continue
                 elif key in before:
@@ -68,21 +66,18 @@ class ModuleState:
                     del now[key]
 
     @staticmethod
-    def _restore_container(value: Any, before: Any, only: Callable[[Any], bool] | None) -> None:
-        if only is not None and not only(list(value.values()) if isinstance(value, dict) else list(value)):
-            return
-        kept = Items(value) if isinstance(value, dict) else Elements(value)
-        kept.put(items_of(before) if isinstance(value, dict) else contents_of(before))
+    def _restore_container(container: Any, before: list[Any], only: Callable[[Any], bool] | None) -> None:
+        if only is None or only([v for _, v in container.take()] if isinstance(container, Items) else container.take()):
+            container.put(before)
+
+
+def _taken(value: Any) -> tuple[Items | Elements, list[Any]]:
+    """A container and what is in it, past whatever a subclass makes of that (some refuse to be written to)."""
+    container = Items(value) if isinstance(value, dict) else Elements(value)
+    return container, container.take()
 
 
 def _differs(now: dict[str, Any], before: dict[str, Any], containers: dict[str, Any]) -> bool:
     if now.keys() != before.keys() or any(now[key] is not before[key] for key in before):
         return True
-    return any(not _same_items(now[key], copied) for key, copied in containers.items())
-
-
-def _same_items(now: Any, before: Any) -> bool:
-    """Whether two containers hold the identical objects (no `==`: tensors have no truth value)."""
-    if isinstance(before, dict):
-        return now.keys() == before.keys() and all(now[k] is before[k] for k in before)
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+    return any(not container.same(contents) for container, contents in containers.values())
