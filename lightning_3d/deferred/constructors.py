@@ -12,6 +12,8 @@ from torch.nn import parameter as kinds
 
 from lightning_3d.deferred.tensor import Deferred, assign
 
+_DATA: Any = torch._C.TensorBase.data
+
 
 @contextmanager
 def constructors_told() -> Iterator[None]:
@@ -28,6 +30,12 @@ def constructors_told() -> Iterator[None]:
     def parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         return new_parameter(cls, data if cls is nn.Parameter else _with_values(data), *args, **kwargs)
 
+    def set_data(self: Any, value: Any) -> None:
+        if isinstance(value, Deferred) or isinstance(self, Deferred):  # torch does not ask the value
+            assign(self, value)
+        else:
+            _DATA.__set__(self, value)
+
     def lazy(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         made = torch.empty(shape, device=device or self.data.device, dtype=dtype or self.data.dtype)
         if isinstance(made, Deferred):
@@ -36,12 +44,14 @@ def constructors_told() -> Iterator[None]:
             materialize(self, shape, device, dtype)
 
     tensor_class._make_subclass = staticmethod(subclass)
+    tensor_class.data = property(_DATA.__get__, set_data)
     parameter_class.__new__ = staticmethod(parameter)
     lazy_class.materialize = lazy
     try:
         yield
     finally:
         tensor_class._make_subclass = staticmethod(make_subclass)
+        del tensor_class.data  # torch's own is in the class above
         parameter_class.__new__ = staticmethod(new_parameter)
         lazy_class.materialize = materialize
 

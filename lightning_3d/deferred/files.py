@@ -93,6 +93,10 @@ class Source:
         through = f"/proc/self/fd/{self._file}" if self._is_open else ""
         return through if through and os.path.exists("/proc/self/fd") else self.path
 
+    def known_as(self) -> tuple[str, int]:
+        """What copies of the file on other machines share."""
+        return os.path.basename(self.path), self._stamp[0]
+
     def _now(self) -> tuple[int, int]:
         found = os.fstat(self._file) if self._is_open else os.stat(self.path)
         return found.st_size, found.st_mtime_ns

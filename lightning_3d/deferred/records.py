@@ -14,11 +14,13 @@ from torch._ops import OpOverload
 
 from lightning_3d.comm import Communicator
 from lightning_3d.deferred.cell import Window
+from lightning_3d.deferred.files import Source
+from lightning_3d.deferred.kept import checksum_of
 from lightning_3d.deferred.tensor import Deferred
 from lightning_3d.errors import ConfigurationError
 
 _SAMPLE = 512
-"""Elements at the beginning, the middle and the end of a large tensor that are compared: not all of a mapped file."""
+"""Elements at the beginning, the middle and the end of a tensor in a mapped file that are compared, not all."""
 
 
 def agree_on_records(module: nn.Module, world: Communicator) -> None:
@@ -78,6 +80,8 @@ class _Pickler(pickle.Pickler):
             return (_operation, (namespace, name, value._overloadname))
         if isinstance(value, torch.device):
             return (_device, (value.type,))
+        if isinstance(value, Source) and self._sampled:
+            return (tuple, (value.known_as(),))  # every node may have a copy of its own
         if isinstance(value, Tensor) and self._sampled:
             return (tuple, (_fingerprint(value),))
         if type(value) is Tensor and value.device.type not in ("cpu", "meta"):
@@ -90,6 +94,8 @@ def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
     form = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
     if tensor.is_meta:
         return form
+    if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.untyped_storage().resizable():
+        return (*form, checksum_of(tensor))  # no file: rows anywhere may differ between ranks
     flat = tensor.detach().cpu().reshape(-1)
     starts = (0, flat.numel() // 2, max(flat.numel() - _SAMPLE, 0)) if flat.numel() > 3 * _SAMPLE else (0,)
     parts = [flat[i : i + _SAMPLE] if len(starts) > 1 else flat for i in starts]

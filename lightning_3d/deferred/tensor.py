@@ -67,7 +67,7 @@ class Deferred(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__set__" and func.__self__ is Tensor.data:
+        if getattr(func, "__name__", "") == "__set__" and func.__self__ is torch._C.TensorBase.data:
             return assign(args[0], args[1])
         if func is Tensor.tolist:
             return args[0].value().tolist()
