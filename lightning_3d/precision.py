@@ -45,7 +45,11 @@ def make_clipping_global(
 
 
 def make_scaler_global(
-    plugin: Any, world: Communicator, device: torch.device, unscaled: Callable[[Optimizer, Tensor], None]
+    plugin: Any,
+    world: Communicator,
+    device: torch.device,
+    collect: Callable[[], None],
+    unscaled: Callable[[Optimizer, Tensor], None],
 ) -> None:
     """All ranks decide alike whether fp16 gradients overflowed, so that all of them skip the step and lower the scale.
 
@@ -53,6 +57,7 @@ def make_scaler_global(
         plugin: Lightning's precision plugin; without a gradient scaler nothing happens.
         world: All ranks.
         device: This rank's; it may have no gradient at all.
+        collect: Takes over what hooks put into `.grad`.
         unscaled: Told when what an optimizer holds of the gradients was multiplied with a number, and which.
 
     Collectives: an all-reduce of one number over `world` per optimizer step.
@@ -67,6 +72,7 @@ def make_scaler_global(
         if all(p.grad.device.type == "cpu" for g in optimizer.param_groups for p in g["params"] if p.grad is not None):
             # an optimizer on the host would read these before they are there: torch does not wait for their copies
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        collect()
         found: dict[torch.device, Tensor] = local(optimizer, inv_scale, found_inf, allow_fp16)
         unscaled(optimizer, inv_scale)
         mine = [value.to(device).reshape(()) for value in found.values()] or [torch.zeros((), device=device)]

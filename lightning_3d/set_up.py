@@ -98,7 +98,7 @@ class SetUp(Saving):
         for wrapper in self._lightning_optimizers:
             lend_swaps(unwrapped(wrapper), wrapper)
         make_clipping_global(self.precision_plugin, self._clip, self._collect)
-        make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device, self._unscaled)
+        make_scaler_global(self.precision_plugin, self.mesh.world, self.mesh.device, self._collect, self._unscaled)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # tensors made in inference mode (buffers, caches) could not be used by a later `fit`
             loop.inference_mode = False

@@ -61,6 +61,9 @@ class Exactly(TorchFunctionMode):
             return args[0].double()
         if name == "__get__" or (name.endswith("_") and not name.endswith("__")):
             return func(*args, **{k: _lift(v) for k, v in kwargs.items()})
+        if name in ("__set__", "__delete__"):  # of an attribute: the tensor itself, maybe a parameter of the original
+            exact = args[0].dtype not in _LIFTED
+            return func(args[0], *(_lift(v) if exact else v for v in args[1:]))
         args, kwargs = tree_map(_lift, (tuple(args), kwargs))
         return func(*args, **kwargs)
 

@@ -80,6 +80,13 @@ def test_two_optimizers_that_take_turns_and_accumulate_by_hand() -> None:
             for layout, (got, apart) in zip(layouts, rank, strict=True):
                 assert worst(got, want) <= 1e-9, layout
                 assert apart == 0.0, layout
+    for precision, tolerance in (("32-true", 1e-5), ("16-mixed", 5e-3)):
+        ((want, _),) = launch(zero_cases.gan, 1, [None], precision)[0]
+        layouts = [sizes(2), sizes(zero_stage=1, offload_optimizer=True, **SMALL)]
+        for rank in launch(zero_cases.gan, 2, layouts, precision):
+            for layout, (got, apart) in zip(layouts, rank, strict=True):
+                assert worst(got, want) <= tolerance, (layout, precision)
+                assert apart == 0.0, (layout, precision)
     for text in launch(zero_cases.refused, 2, zero_cases.GAN, sizes(1, 2)):
         assert "manual optimization" in text
         assert "pipeline_parallel_size=1" in text
