@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import ConfigurationError, near, not_yet
+from lightning_3d.errors import ConfigurationError, near
 from lightning_3d.layout import Layout
 from lightning_3d.observe import (
     ascii_timeline,
@@ -26,6 +26,8 @@ from lightning_3d.observe import (
     show,
     timeline_of,
 )
+from lightning_3d.planner.command import add_arguments as add_plan_arguments
+from lightning_3d.planner.command import run as run_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--layout", required=True, help="for example tp2-pp2 or tp2-pp2-dp2-zero1-1f1b")
         command.set_defaults(run=_verify if name == "verify" else _explain)
 
-    plan = commands.add_parser("plan", help="choose a layout (not in this version)")
-    plan.add_argument("--module", metavar="FILE.py:FACTORY")
+    plan = commands.add_parser("plan", help="choose a layout: which fit, how fast, and why")
+    add_plan_arguments(plan)
     plan.set_defaults(run=_plan)
 
     checkpoint = commands.add_parser("checkpoint", help="look into a checkpoint, or export it")
@@ -119,10 +121,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    raise not_yet(
-        "choosing the layout",
-        "Choose the sizes with the rules of docs/planner.md and look at the result with lightning-3d explain.",
-    )
+    print(run_plan(args), end="", flush=True)
+    return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:

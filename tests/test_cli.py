@@ -77,9 +77,9 @@ def test_wrong_questions_get_an_answer_and_code_2(factory, capsys, module: str, 
     assert message in error
 
 
-def test_plan_says_not_yet(capsys) -> None:
+def test_plan_needs_a_model(capsys) -> None:
     assert cli.main(["plan"]) == 2
-    assert "not supported in this version" in capsys.readouterr().err
+    assert "give either --model NAME" in capsys.readouterr().err
 
 
 def test_timeline_draws_a_folder(tmp_path, capsys) -> None:

@@ -1,0 +1,136 @@
+"""HOW FAST is this machine?  Its matrix products, memory and links measured in half a minute, as a cluster file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.hardware import GB, GIB, Gpu, gpus
+
+_SECONDS = 1.0
+"""Seconds of each measurement."""
+
+
+def calibrate(path: Path) -> str:
+    """Measure this machine and write its description. Returns what was found, as text.
+
+    Raises:
+        ConfigurationError: The file cannot be written there.
+    """
+    import yaml
+
+    if path.suffix not in (".yaml", ".yml") or not path.resolve().parent.is_dir():
+        raise ConfigurationError(f"--calibrate writes a .yaml file into a folder that exists, not {str(path)!r}.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else max(1, os.cpu_count() or 1)
+    cluster = measured_cluster(count)
+    gpu = cluster.gpu
+    data = {
+        "name": gpu.name,
+        "gpu": _base().name,
+        "generation": gpu.generation,
+        "gpus": cluster.gpus,
+        "gpus_per_node": cluster.gpus_per_node,
+        "memory_gib": round(gpu.memory / GIB, 2),
+        "peak_tflops": float(f"{gpu.bf16 / 1e12:.4g}"),
+        "memory_gb_per_s": float(f"{gpu.memory_bandwidth / GB:.4g}"),
+        "link_gb_per_s": float(f"{gpu.link / GB:.4g}"),
+    }
+    path.write_text("# measured by lightning-3d plan --calibrate\n" + yaml.safe_dump(data, sort_keys=False))
+    lines = [f"{key}: {value}" for key, value in data.items()]
+    return "\n".join([*lines, f"written: {path}", f"use it: lightning-3d plan --cluster {path} ...", ""])
+
+
+def measured_cluster(processes: int) -> Cluster:
+    """This machine as a cluster of so many devices (on the CPU they share its cores).
+
+    Collectives: none; links are measured as copies (between GPUs where there are two, otherwise in memory).
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    share = 1.0 if device.type == "cuda" else min(1.0, (os.cpu_count() or 1) / processes)
+    products, moved, link = _matmul(device, half), _memory(device), _link(device)
+    base = _base()
+    name = (
+        torch.cuda.get_device_name(0)
+        if device.type == "cuda"
+        else f"CPU of {os.cpu_count()} cores, shared by {processes}"
+    )
+    gpu: Gpu = replace(
+        base,
+        name=name,
+        bf16=products * share / 0.86,  # the planner multiplies by what its generation reaches
+        memory=float(_capacity(device)) / (1 if device.type == "cuda" else processes),
+        memory_bandwidth=moved * share / 0.88,
+        link=link * share,
+        pair_link=link * share,
+        domain=processes,
+        gpus_per_node=processes,
+    )
+    if device.type == "cpu":
+        gpu = replace(gpu, generation="cpu")
+    return Cluster(gpu, processes, processes, domain=processes)
+
+
+def _base() -> Gpu:
+    """The card of the table that this device is, or A100 for its constants."""
+    known = gpus()
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_name(0).upper()
+        for key, gpu in known.items():
+            if key.split("-")[0] in found:
+                return gpu
+    return known["A100-80GB-SXM"]
+
+
+def _capacity(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a large matrix product."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * size**3 / _seconds(lambda: a @ b, device)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes per second of reading and writing memory."""
+    x = torch.zeros((1 << 28) if device.type == "cuda" else (1 << 24), device=device)
+    return 2.0 * x.nbytes / _seconds(lambda: x.add_(1.0), device)
+
+
+def _link(device: torch.device) -> float:
+    """Bytes per second from one device to the next (on the CPU: of a copy in memory, halved for the socket)."""
+    count = 1 << 26 if device.type == "cuda" else 1 << 22
+    x = torch.zeros(count, device=device)
+    other = torch.device("cuda", 1) if device.type == "cuda" and torch.cuda.device_count() > 1 else device
+    y = torch.empty_like(x, device=other)
+    return x.nbytes / _seconds(lambda: y.copy_(x), device) / (1 if other != device else 4)
+
+
+def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - begin < _SECONDS:
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,228 @@
+"""WHICH layout for this job?  `plan(model, cluster, ...)`: the ranked answer, its reasons, its prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.planner.candidate import Job, parse_candidate
+from lightning_3d.planner.chain import Chain, ShapeChain
+from lightning_3d.planner.cluster import Cluster, read_cluster
+from lightning_3d.planner.constants import software_named
+from lightning_3d.planner.hf_config import read_hf_config, shape_of_hf_config
+from lightning_3d.planner.model import ModelShape
+from lightning_3d.planner.presets import PRESETS, preset
+from lightning_3d.planner.pricing import Priced, price
+from lightning_3d.planner.reasons import not_here_yet, rejections
+from lightning_3d.planner.recipes import recipe_named
+from lightning_3d.planner.search import HEADROOM, LONG, Found, check_shapes, least_gpus, search
+from lightning_3d.planner.step_time import Run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to "which layout?".
+
+    Attributes:
+        chain: The model.
+        cluster: Where it runs.
+        job: What is trained.
+        found: Everything the search saw.
+        beyond: The best layout that this version of the library cannot run yet, with the reason, if it is faster.
+    """
+
+    chain: Chain
+    cluster: Cluster
+    job: Job
+    found: Found
+    beyond: tuple[Priced, str] | None = None
+
+    @property
+    def ranked(self) -> list[Priced]:
+        """Layouts that fit, best first."""
+        return self.found.ranked
+
+    @property
+    def best(self) -> Priced:
+        """The first of them."""
+        return self.found.ranked[0]
+
+    @cached_property
+    def rejected(self) -> list[tuple[str, str]]:
+        """The most tempting layouts that are out, with the reason in one sentence each."""
+        reasons = rejections(self.found, self.best)
+        if self.beyond is not None:
+            other, why = self.beyond
+            gain = 100 * (1 - other.seconds / self.best.seconds)
+            reasons.append((str(other), f"would take {gain:.0f} % less time. {why}"))
+        return reasons
+
+    def explain(self, layout: str) -> Priced:
+        """The price of any layout of the same job, whether it fits or not.
+
+        Args:
+            layout: For example "tp8-pp2-zero1-mbs2-full-sp"; dp follows from the number of GPUs.
+
+        Raises:
+            ConfigurationError: It cannot be read, or does not go with the model, the machines or the batch.
+        """
+        candidate = parse_candidate(layout, self.job, self.cluster.gpus)
+        check_shapes(self.chain, self.cluster, candidate)
+        return price(Run(self.chain, self.cluster, self.job, candidate))
+
+    def strategy_arguments(self, priced: Priced | None = None) -> dict[str, Any]:
+        """The arguments of `ThreeDStrategy` for a layout (the best one): they can be written down in a YAML file."""
+        candidate = (priced or self.best).run.candidate
+        layout = candidate.layout
+        arguments: dict[str, Any] = {
+            "tensor_parallel_size": layout.tp,
+            "pipeline_parallel_size": layout.pp,
+            "data_parallel_size": layout.dp,
+            "zero_stage": layout.zero,
+        }
+        if layout.pp > 1:
+            arguments["num_microbatches"] = candidate.microbatches
+            arguments["pipeline_schedule"] = layout.schedule
+        if layout.schedule == "interleaved_1f1b":
+            arguments["virtual_pipeline_size"] = layout.virtual
+        if candidate.sequence_parallel:
+            arguments["sequence_parallel"] = True
+        if candidate.recompute in ("selective", "full"):
+            arguments["activation_checkpointing"] = candidate.recompute
+        return arguments
+
+    def html(self, path: str | Path) -> Path:
+        """Write a page with charts that needs nothing from outside. Returns its path."""
+        from lightning_3d.planner.report import write_report
+
+        return write_report(self, path)
+
+    def __str__(self) -> str:
+        from lightning_3d.planner.tables import plan_text
+
+        return plan_text(self)
+
+
+def plan(
+    model: Any,
+    cluster: Cluster | str | Path,
+    *,
+    global_batch: int,
+    seq: int | None = None,
+    precision: str = "bf16",
+    recipe: str | None = None,
+    software: str = "lightning_3d",
+    keep: int = 12,
+    headroom: float = HEADROOM,
+) -> Plan:
+    """Rank the layouts for a job: memory by part, seconds by part, and why others are out.
+
+    Args:
+        model: A name of `presets.PRESETS`, the path of a `config.json`, a Hugging Face config, a `ModelShape`, or a
+            pair `(LightningModule, batch)`: then parameters, operations and activations are those of one step of it on
+            the meta device.
+        cluster: A `Cluster`, or the path of a YAML file that describes one.
+        global_batch: Samples of an optimizer step, over all GPUs.
+        seq: Tokens of a sample (for a module: of its batch).
+        precision: Of matrix products: fp32, bf16, fp16, fp8, fp4.
+        recipe: Bytes per parameter by name (`recipes.RECIPES`); default: those of this library in that precision.
+        software: Whose way of running (`constants.SOFTWARE`); default: this library's.
+        keep: How many layouts are ranked.
+        headroom: Share of every GPU's memory that must stay free.
+
+    Raises:
+        ConfigurationError: A name is not known, or no layout fits; the error says how many GPUs would be enough.
+    """
+    place = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
+    chain, length = chain_of(model, seq)
+    if software == "lightning_3d" and place.gpu.generation == "cpu":
+        software = "lightning_3d-cpu"
+    software_named(software)
+    place.gpu.peak(precision)
+    ours = software.startswith("lightning_3d")
+    bytes_of = recipe or _recipe_of(software, precision)
+    recipe_named(bytes_of)
+    job = Job(global_batch, length, precision, bytes_of, software)
+    found = search(chain, place, job, keep, headroom, axes=() if ours else ("cp", "ep"))
+    if not found.ranked:
+        raise _nothing_fits(chain, place, job, found)
+    return Plan(chain, place, job, found, _beyond(chain, place, job, found) if ours else None)
+
+
+def _recipe_of(software: str, precision: str) -> str:
+    """Bytes per parameter if nobody says: this library's default in that precision, or the framework's."""
+    if precision == "fp32":
+        return "32-true"
+    if software.startswith("lightning_3d"):
+        return "16-mixed" if precision == "fp16" else "bf16-true"
+    return "fsdp" if software.startswith(("fsdp", "torchtitan", "dtensor")) else "megatron"
+
+
+def _beyond(chain: Chain, cluster: Cluster, job: Job, found: Found) -> tuple[Priced, str] | None:
+    """What context or expert parallelism would bring, where they are worth a look."""
+    experts = any(work.ep_calls or work.params.experts for work in chain.works(Run.probe_setting(job)))
+    if job.seq < LONG and not experts:
+        return None
+    other = search(chain, cluster, job, 1, found.headroom, axes=("cp", "ep")).ranked
+    if not other or other[0].seconds >= 0.98 * found.ranked[0].seconds:
+        return None
+    why = not_here_yet(other[0].run)
+    return (other[0], why) if why else None
+
+
+def chain_of(model: Any, seq: int | None) -> tuple[Chain, int]:
+    """The blocks of whatever describes a model, and the length of a sample.
+
+    Raises:
+        ConfigurationError: It is not known what it is, or the length is missing.
+    """
+    if isinstance(model, tuple) and len(model) == 2:
+        from lightning_3d.planner.user_model import chain_of_module
+
+        chain = chain_of_module(*model)
+        return chain, seq or chain.seq
+    if seq is None:
+        raise ConfigurationError("the length of a sample is missing: give seq (on the command line --seq), in tokens.")
+    if isinstance(model, ModelShape):
+        return ShapeChain(model), seq
+    if isinstance(model, Mapping):
+        return ShapeChain(shape_of_hf_config(model)), seq
+    if hasattr(model, "to_dict"):
+        return ShapeChain(shape_of_hf_config(model.to_dict(), getattr(model, "_name_or_path", "") or "model")), seq
+    if isinstance(model, (str, Path)):
+        text = str(model)
+        if text.lower() not in PRESETS and (text.endswith(".json") or Path(text).exists()):
+            return ShapeChain(read_hf_config(text)), seq
+        return ShapeChain(preset(text)), seq
+    raise ConfigurationError(
+        f"a model of type {type(model).__name__} cannot be planned: give a name, the path of a config.json, a Hugging "
+        "Face config, a ModelShape, or a pair (LightningModule, batch)."
+    )
+
+
+def _nothing_fits(chain: Chain, cluster: Cluster, job: Job, found: Found) -> ConfigurationError:
+    needed = least_gpus(chain, cluster, job)
+    states = chain.params * recipe_named(job.recipe).total / 2**30
+    head = (
+        f"{chain.name} does not fit on {cluster.gpus} x {cluster.gpu.name}: its model states alone are "
+        f"{states:,.0f} GiB ({chain.params / 1e9:.4g} billion parameters x {recipe_named(job.recipe).total:g} bytes), "
+        f"and all GPUs together have {cluster.gpus * (cluster.gpu.memory - cluster.reserve) / 2**30:,.0f} GiB"
+    )
+    if needed is None:
+        return ConfigurationError(f"{head}. No number of these GPUs is enough: one layer does not fit a GPU.")
+    if needed <= cluster.gpus:
+        skipped = found.counted["batch not divisible by dp"]
+        return ConfigurationError(
+            f"{chain.name} fits on {needed} x {cluster.gpu.name}, but no layout of {cluster.gpus} divides the global "
+            f"batch of {job.global_batch} ({skipped} sizes were left out for it). Choose a global batch that is a "
+            f"multiple of {cluster.gpus}."
+        )
+    return ConfigurationError(
+        f"{head}, of which every GPU needs a part for activations. It needs at least {needed} GPUs of this kind: full "
+        f"recomputation, microbatches of one sample, {100 * HEADROOM:.0f} % of the memory left free. Or choose a GPU "
+        "with more memory, a shorter --seq, or a recipe with fewer bytes per parameter."
+    )

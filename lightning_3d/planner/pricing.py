@@ -1,0 +1,72 @@
+"""WHAT does one way of running cost?  Memory, time, and the numbers people compare (no torch here)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_3d.planner.memory import Memory, memory
+from lightning_3d.planner.step_time import Run, StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A candidate with its price.
+
+    Attributes:
+        run: The model, the cluster, the job and the candidate.
+        memory: Bytes of every stage.
+        time: Seconds of a step by part.
+    """
+
+    run: Run
+    memory: Memory
+    time: StepTime
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.time.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all GPUs together."""
+        return self.run.job.tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.run.cluster.gpus
+
+    def flops_per_second(self, convention: str) -> float:
+        """Operations per second and GPU.
+
+        Args:
+            convention: "model_causal" (`6 P + 6 L h s` per token: what Megatron-Bridge prints), "model_full"
+                (`6 P + 12 L h s`: PaLM, NeMo 24, torchtitan) or "hardware" (with what is computed again).
+        """
+        run = self.run
+        count = run.chain.flops_per_token(run.job.seq, causal=convention == "model_causal")
+        if convention == "hardware":
+            share = self.time.recompute / max(self.time.compute, 1e-12)
+            count *= 1 + share
+        return count * self.tokens_per_second_per_gpu
+
+    def mfu(self, convention: str = "model_full") -> float:
+        """The same as a share of the peak in the job's precision."""
+        return self.flops_per_second(convention) / self.run.cluster.gpu.peak(self.run.job.precision)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the busiest stage's pipeline time."""
+        return self.time.bubble / self.seconds
+
+    def __str__(self) -> str:
+        return str(self.run.candidate)
+
+
+def price(run: Run) -> Priced:
+    """The price of a run.
+
+    Raises:
+        ConfigurationError: Its layout does not fit the model.
+    """
+    return Priced(run, memory(run), step_time(run))
