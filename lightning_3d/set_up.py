@@ -35,7 +35,9 @@ from lightning_3d.suitability import (
     GRADIENT_HOOKS,
     check_can_be_trained,
     check_is_made,
+    check_is_python,
     check_is_whole,
+    check_owns_its_memory,
     is_overridden,
     warn_of_views,
 )
@@ -121,7 +123,9 @@ class SetUp(Saving):
         release_former(module.parameters())
         check_is_made(module)
         check_is_whole(module)
+        check_is_python(module, layout)
         if layout.replica_size > 1 or (layout.dp > 1 and layout.zero):
+            check_owns_its_memory(module)
             warn_of_views(module)
         if layout.dp > 1 and layout.zero == 3:
             _uncompile_around_blocks(module)

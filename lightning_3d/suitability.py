@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_leaves
 
+from lightning_3d.deferred import Deferred
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 
@@ -149,15 +152,58 @@ def _changes_buffers(module: Any) -> bool:
     return isinstance(module, _SpectralNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
 
 
+def check_is_python(module: nn.Module, layout: Layout) -> None:
+    """Refuse compiled code that reads parameters where nobody can follow it.
+
+    Raises:
+        ConfigurationError: TorchScript modules with parameters, and a model that is cut.
+    """
+    scripted = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, torch.jit.ScriptModule) and next(part.parameters(), None) is not None
+    ]
+    if scripted and layout.replica_size > 1:
+        raise ConfigurationError(
+            f"{', '.join(scripted[:3])} was compiled by torch.jit.script or torch.jit.trace. Its code reads its "
+            f"parameters itself, so tensor_parallel_size={layout.tp} and pipeline_parallel_size={layout.pp} can "
+            "neither follow nor cut it. Use the module it was made from (torch.compile of blocks works), or data "
+            "parallelism alone."
+        )
+
+
+def check_owns_its_memory(module: nn.Module) -> None:
+    """Refuse parameters that are two objects on one memory: each would get memory of its own.
+
+    Raises:
+        ConfigurationError: There are some; the message names them.
+    """
+    places: dict[object, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, parameter in module.named_parameters():
+        if (memory := _memory_of(parameter.data)) is not None and parameter.numel():
+            form = parameter.form if isinstance(parameter, Deferred) else parameter
+            begin = int(form.storage_offset())
+            extent = sum((n - 1) * step for n, step in zip(form.shape, form.stride(), strict=True)) + 1
+            places[memory].append((begin, begin + extent, name))
+    for found in places.values():
+        for (_, end, first), (begin, _, second) in pairwise(sorted(found)):
+            if begin < end:
+                raise ConfigurationError(
+                    f"parameters {first!r} and {second!r} are two objects that share memory (tied by `.data`, or "
+                    "views of one tensor). Parameters get memory of their own here, or are cut, so they would drift "
+                    "apart. Tie weights by assigning the parameter: `head.weight = embedding.weight`."
+                )
+
+
 def warn_of_views(module: Any) -> None:
     """Say what will go stale when parameters move into buffers of their own: tensors that share their memory."""
-    owners = {p.untyped_storage()._cdata: n for n, p in module.named_parameters() if _is_plain(p.data)}
+    owners = {m: n for n, p in module.named_parameters() if (m := _memory_of(p.data)) is not None}
     for path, part in module.named_modules():
         for key, value in vars(part).items():
             if f"{key}_orig" in part._parameters:  # computed anew by a hook
                 continue
             for leaf in tree_leaves(value):
-                owner = owners.get(leaf.untyped_storage()._cdata) if _is_plain(leaf) else None
+                owner = owners.get(_memory_of(leaf)) if not isinstance(leaf, nn.Parameter) else None
                 if owner is not None:
                     rank_zero_warn(
                         f"{f'{path}.{key}' if path else key} shares its memory with parameter {owner!r} (a view made "
@@ -166,5 +212,9 @@ def warn_of_views(module: Any) -> None:
                     )
 
 
-def _is_plain(value: object) -> bool:
-    return type(value) is Tensor and not value.is_meta and value.layout is torch.strided
+def _memory_of(value: object) -> object:
+    """What two tensors have in common if they share memory; None for what has none of its own."""
+    if isinstance(value, Deferred):
+        return value.window.cell
+    plain = type(value) is Tensor and not value.is_meta and value.layout is torch.strided
+    return value.untyped_storage()._cdata if plain else None  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from lightning_3d import Layout, ThreeDStrategy
+from lightning_3d.deferred import building
+from lightning_3d.deferred import tensor as deferred_tensor
 from lightning_3d.errors import ConfigurationError, LayoutError, near_pattern
-from lightning_3d.suitability import check_can_be_trained, warn_of_views
+from lightning_3d.suitability import check_can_be_trained, check_is_python, check_owns_its_memory, warn_of_views
 from lightning_3d.testing import DistributedError, preload, run_distributed
 from tests import models
 
@@ -350,3 +353,30 @@ def test_views_of_parameters_that_will_go_stale_are_named() -> None:
         sparse = nn.Linear(3, 2)
         sparse.mask = torch.eye(3).to_sparse()  # has no memory of its own kind to share
         warn_of_views(sparse)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_that_share_memory_are_refused(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before they have values. Slices of one tensor that do not overlap (as cuDNN packs LSTMs) are no tie."""
+    monkeypatch.setattr(deferred_tensor, "SMALLEST", 4)
+    with building(torch.device("cpu")) if late else nullcontext():
+        net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.Linear(5, 4))
+        net[1].weight.data = net[0].weight.data
+        flat = torch.zeros(2, 3, 4)
+        apart = nn.ParameterList([nn.Parameter(flat[0]), nn.Parameter(flat[1])])
+        tied = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+        tied[1].weight = tied[0].weight
+    with pytest.raises(ConfigurationError, match=r"'0\.weight' and '1\.weight' are two objects that share memory"):
+        check_owns_its_memory(net)
+    check_owns_its_memory(apart)
+    check_owns_its_memory(tied)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_nobody_can_follow_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)), torch.jit.script(nn.GELU()))
+    for layout in (Layout(tp=2), Layout(pp=2)):
+        with pytest.raises(ConfigurationError, match=r"^1 was compiled by torch\.jit"):
+            check_is_python(net, layout)
+    check_is_python(net, Layout(dp=2, zero=3))
+    check_is_python(net[2:], Layout(tp=2))
