@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.deferred.constructors import constructors_told
-from lightning_3d.deferred.tensor import Deferred, defer, dispatch, is_large, remember
+from lightning_3d.deferred.operations import defer, dispatch, remember
+from lightning_3d.deferred.tensor import Deferred, is_large
 
 
 class building(TorchDispatchMode):

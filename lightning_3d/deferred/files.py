@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.deferred.cell import Call
-from lightning_3d.deferred.tensor import defer, is_large
+from lightning_3d.deferred.operations import defer
+from lightning_3d.deferred.tensor import is_large
 from lightning_3d.errors import ConfigurationError
 
 _NAME = "safe_open"

@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_3d.deferred.cell import Call
 from lightning_3d.deferred.files import read_tensor
-from lightning_3d.deferred.tensor import Deferred, assign, defer
+from lightning_3d.deferred.operations import defer
+from lightning_3d.deferred.tensor import Deferred, assign
 
 
 def realize(tensor: Tensor) -> None:
