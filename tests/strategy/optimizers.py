@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
+from lightning_3d import ThreeDStrategy
 from lightning_3d.checkpoint import export_checkpoint
 from tests import models
 from tests.strategy.cases import trainer_for
@@ -129,3 +133,46 @@ def _plain(value: Any) -> Any:
 def runs(cases: list[tuple[str, Sizes]], folders: list[str | None] | None = None) -> list[Any]:
     where = folders or [None] * len(cases)
     return [run(kind, sizes, folder) for (kind, sizes), folder in zip(cases, where, strict=True)]
+
+
+# -- LightningCLI makes the optimizer and the scheduler, before `fit`
+class ByCLI(models.LitMLP):
+    def __init__(self, width: int = 16) -> None:
+        torch.manual_seed(3)
+        super().__init__(width)
+
+    configure_optimizers = pl.LightningModule.configure_optimizers
+
+
+class DataByCLI(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        strategy: Any = self.trainer.strategy
+        return models.loader("mlp", 40, 8, *place(strategy if isinstance(strategy, ThreeDStrategy) else "auto"))
+
+
+def by_cli(strategies: list[list[str]]) -> list[tuple[dict[str, Tensor], float]]:
+    """Parameters and learning rate of runs from a command line."""
+    warnings.simplefilter("ignore")
+    run = {
+        "accelerator": "cpu", "devices": os.environ["WORLD_SIZE"], "precision": "64-true", "max_epochs": 2,
+        "logger": "false", "enable_checkpointing": "false", "enable_progress_bar": "false",
+        "enable_model_summary": "false", "use_distributed_sampler": "false", "gradient_clip_val": 0.2,
+    }  # fmt: skip
+    made = {
+        "optimizer": "AdamW", "optimizer.lr": 0.01, "optimizer.weight_decay": 0.1,
+        "lr_scheduler": "StepLR", "lr_scheduler.step_size": 1, "lr_scheduler.gamma": 0.5,
+    }  # fmt: skip
+    common = [*(f"--trainer.{k}={v}" for k, v in run.items()), *(f"--{k}={v}" for k, v in made.items())]
+    out = []
+    for arguments in strategies:
+        cli = LightningCLI(
+            ByCLI,
+            DataByCLI,
+            args=["fit", *common, *arguments],
+            save_config_callback=None,
+            seed_everything_default=False,
+        )
+        strategy = cli.trainer.strategy
+        parameters = whole(strategy if isinstance(strategy, ThreeDStrategy) else "auto", cli.model)
+        out.append((parameters, cli.trainer.optimizers[0].param_groups[0]["lr"]))
+    return out

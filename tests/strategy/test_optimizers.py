@@ -63,3 +63,18 @@ def test_checkpoints_number_and_name_parameters_as_one_process(tmp_path: Path) -
             for number, values in want["state"].items():
                 for key, value in values.items():
                     assert relative_error(got["state"][number][key], value) <= 1e-9, (kind, number, key)
+
+
+def test_an_optimizer_from_a_command_line() -> None:
+    """LightningCLI, by class path with arguments and by the short name."""
+    named, given = "--trainer.strategy=lightning_3d.ThreeDStrategy", "--trainer.strategy.init_args."
+    ways = [
+        [named, f"{given}zero_stage=3"],
+        [named, f"{given}pipeline_parallel_size=2", f"{given}offload_optimizer=true"],
+        ["--trainer.strategy=3d"],
+    ]
+    ((want, rate),) = launch(optimizers.by_cli, 1, [[]])[0]
+    for rank in launch(optimizers.by_cli, 2, ways):
+        for way, (parameters, got) in zip(ways, rank, strict=True):
+            assert max(relative_error(parameters[n], p) for n, p in want.items()) <= 1e-9, way
+            assert got == rate
