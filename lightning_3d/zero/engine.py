@@ -95,7 +95,7 @@ class Zero(Holdings):
         self._limits: list[int] = []  # stage 3: how many buckets of the turn the first units of the sequence have
         self.reducing = False
         self.gradient_bytes = self.gradient_peak = 0
-        self.shown = Shown(watched and not self.passive)
+        self.shown = Shown(watched and not self.passive, self.buckets)
         for optimizer in self.optimizers:
             self._take_over(optimizer)
         self._divide_frozen()
@@ -209,9 +209,10 @@ class Zero(Holdings):
         if self.reducing and bucket.launched:
             raise RuntimeError(
                 f"parameter {slot.name!r} got a gradient in one backward after its gradient was reduced. Reentrant "
-                "activation checkpointing does this (use checkpoint(..., use_reentrant=False)), and with zero_stage=3, "
-                "where a block's gradients are reduced when the backward comes to the block before it, also a hook "
-                "that reads weights of another block (use zero_stage=2)."
+                "activation checkpointing does this (use checkpoint(..., use_reentrant=False)), and a `backward` hook "
+                "that runs two backwards (add the losses, and run one). With zero_stage=3, where a block's gradients "
+                "are reduced when the backward comes to the block before it, also a hook that reads weights of another "
+                "block (use zero_stage=2)."
             )
         bucket.write(slot, self._take)
         slot.fired = True

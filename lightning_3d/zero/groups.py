@@ -6,7 +6,7 @@ Also the methods by which some optimizers write into parameters outside of their
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +63,21 @@ def _cut(slot: Slot, value: Any) -> Any:
     dtype = slot.held.dtype if value.dtype == slot.parameter.dtype else value.dtype
     part = value.detach().reshape(-1)[slot.low : slot.high]
     return part.to(slot.held.device, dtype, copy=True).view(slot.held.shape)
+
+
+def check_seen(optimizer: Optimizer, waiting: Sequence[str]) -> None:
+    """After a step: no gradients of the optimizer's parameters may be left that it has not seen.
+
+    Raises:
+        ConfigurationError: These were computed, but not reduced.
+    """
+    if waiting:
+        some = ", ".join(map(repr, sorted(waiting)[:3]))
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} stepped without gradients of {some} that were computed, but not summed over "
+            "the replicas. With manual optimization call self.manual_backward(loss) in place of loss.backward(), and "
+            "let the last one before a step synchronize (no sync_grad=False)."
+        )
 
 
 def surround_swaps(

@@ -20,7 +20,7 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import check_fits, classify
-from lightning_3d.zero.groups import names_in, replace_by_pieces, surround_swaps
+from lightning_3d.zero.groups import check_seen, names_in, replace_by_pieces, surround_swaps
 from lightning_3d.zero.offload import check_steps_on_host, follow
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.share import Share
@@ -120,8 +120,12 @@ class Holdings(abc.ABC):
         self._adopt(optimizer)
         if not self.passive:
             optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
-            optimizer.register_step_post_hook(lambda o, *_: self._after_step(o))
+            optimizer.register_step_post_hook(lambda o, *_: self._stepped(o))
             surround_swaps(optimizer, self._reclaim, self._after_step)
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        check_seen(optimizer, [slot.name for bucket in self._of_optimizer[optimizer] for slot in bucket.filled])
+        self._after_step(optimizer)
 
     def after_closure(self) -> None:
         """Lightning runs the step and its backward inside of `optimizer.step`: what they did to parameters counts."""

@@ -3,13 +3,13 @@
 Gradients live in buckets, and with ZeRO-1 the optimizer holds parts of them. A hook that reads or changes `p.grad`
 would find nothing there and its changes would be lost in silence. So, only where hooks of the user may look, the
 gradient is put together in `.grad` after each backward, and what the optimizer holds are views of it: changes in place
-reach it at once, a new tensor or None put there is taken over by `collect`. Where the optimizer steps on the host, it
-holds copies there, and `collect` takes over all changes.
+reach it at once, a new tensor or None put there is taken over by `collect`. So are gradients that the user computed
+otherwise. Where the optimizer steps on the host, it holds copies there, and `collect` takes over all changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ class Shown:
 
     Args:
         wanted: Somebody may look; otherwise every method does nothing.
+        buckets: All there are.
     """
 
-    def __init__(self, wanted: bool) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: bool, buckets: Sequence[Bucket]) -> None:
+        self.wanted, self._buckets = wanted, buckets
         self._shown: dict[Slot, Tensor] = {}
         self._aside: set[Slot] = set()
         self._whole: dict[Bucket, Tensor] = {}
@@ -70,7 +71,11 @@ class Shown:
                     self._show(slot, slot.view(bucket.gradients))
 
     def collect(self) -> None:
-        """Take over what a hook put in place of a shown gradient."""
+        """Take over what a hook put in place of a shown gradient, or where none was.
+
+        Raises:
+            ConfigurationError: The optimizer steps on the host, and cannot take it over.
+        """
         for slot, gradient in list(self._shown.items()):
             now = slot.parameter.grad
             if now is gradient:
@@ -80,9 +85,15 @@ class Shown:
                 slot.held.grad = None
                 slot.bucket.filled.discard(slot)
                 del self._shown[slot]
+            elif slot.owned and slot.held.grad is None:  # zeroed since
+                del self._shown[slot]
             else:
                 gradient.copy_(now)
                 slot.parameter.grad = gradient
+        for bucket in self._buckets if self.wanted else ():
+            for slot in bucket.slots if bucket.storage is not None else ():
+                if slot.parameter.grad is not None and slot not in self._shown:
+                    self._adopt(slot)
         for mirror in self._mirrors.values():
             mirror.agree()
 
@@ -125,6 +136,22 @@ class Shown:
             if slot.parameter.grad is not None:
                 self._shown[slot] = slot.parameter.grad
         self._aside.clear()
+
+    def _adopt(self, slot: Slot) -> None:
+        """A gradient of the user's own, whole and meant for all replicas alike."""
+        storage, gradient = slot.bucket.storage, slot.parameter.grad
+        assert storage is not None
+        assert gradient is not None
+        if storage.host is not None:
+            raise ConfigurationError(
+                f"parameter {slot.name!r} was given a gradient (name.grad = ...) that no backward computed. With "
+                "offload_optimizer=True the optimizer has gradients in the host's memory, and would not see it. Use "
+                "offload_optimizer=False, or let manual_backward compute it (of a loss that has this gradient)."
+            )
+        gradient = gradient.to(storage.master.dtype).contiguous()
+        if slot.owned:
+            slot.held.grad = gradient.view(-1)[slot.low : slot.high].view(slot.held.shape)
+        self._show(slot, gradient)
 
     def _show(self, slot: Slot, gradient: Tensor) -> None:
         if gradient.dtype != slot.parameter.dtype:

@@ -163,9 +163,58 @@ class MomentumEncoder(Validated):
             own.data = own.data * 0.9 + other.data * 0.1
 
 
+class OwnGradients(Validated):
+    """Gradients of two losses, combined by hand (as gradient surgery does) and put into `.grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        parameters = list(self.parameters())
+        both = (self.loss(batch), self.net(batch["x"]).square().mean())
+        first, second = (torch.autograd.grad(loss, parameters) for loss in both)
+        mean = getattr(self.trainer.strategy, "reduce", None) if self.trainer.world_size > 1 else None
+        for parameter, one, other in zip(parameters, first, second, strict=True):
+            parameter.grad = one + 0.3 * other if mean is None else mean(one + 0.3 * other)
+        self.clip_gradients(optimizer, 0.2, "norm")
+        optimizer.step()
+
+
+class OwnBackward(Validated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+class TwoBackwards(Validated):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
 KINDS = {
     kind.__name__: kind
-    for kind in (InTwoOptimizers, WithoutSync, Free, Quantized, ZeroesInPlace, WithClosure, MomentumEncoder)
+    for kind in (
+        InTwoOptimizers,
+        WithoutSync,
+        Free,
+        Quantized,
+        ZeroesInPlace,
+        WithClosure,
+        MomentumEncoder,
+        OwnGradients,
+        OwnBackward,
+        TwoBackwards,
+    )  # fmt: skip
 }
 
 
