@@ -86,14 +86,14 @@ class Zero(Holdings):
             offload=offload,
             bucket_bytes=bucket_bytes,
         )
-        self._control, self._in_flight = share.control, in_flight
+        self._control, self._in_flight, self._later = share.control, in_flight, publish_later
         self._turn: list[Bucket] = []  # the buckets the backward under way may launch, in order
         self._pool: list[Tensor] = []
         self._flying: list[Bucket] = []
         self._next = 0
         self._patience = _PATIENCE
         self._limits: list[int] = []  # stage 3: how many buckets of the turn the first units of the sequence have
-        self.reducing = False
+        self.reducing = self._taking = False
         self.gradient_bytes = self.gradient_peak = 0
         self.shown = Shown(watched and not self.passive, self.buckets)
         for optimizer in self.optimizers:
@@ -117,6 +117,10 @@ class Zero(Holdings):
                 storage.gather_wait()
 
     # -- gradients
+    def _after_zeroing(self, optimizer: Optimizer) -> None:
+        # in a pipeline the first of the batches that are accumulated has run before Lightning zeroes
+        self.shown.zeroed(self._of_optimizer[optimizer], accumulated=not self._later)
+
     def begin(self) -> None:
         """Before a forward that a backward will follow: take over parameters that are new or newly trainable."""
         for optimizer in self.optimizers:
@@ -132,6 +136,7 @@ class Zero(Holdings):
                 costs a second gradient buffer in stage 0; otherwise its memory is used again at once.
         """
         self.shown.collect()
+        self._taking = True
         for bucket in self.buckets:
             if bucket.storage is None and keep and bucket.gradients is None:
                 bucket.published = None
@@ -142,6 +147,7 @@ class Zero(Holdings):
 
     def put_back(self) -> None:
         """Show again what `set_aside` kept."""
+        self._taking = False
         for slot in self.slots.values():
             if slot.aside is not None:
                 slot.parameter.grad, slot.aside = slot.aside, None
@@ -154,11 +160,22 @@ class Zero(Holdings):
 
     @contextmanager
     def gathering_backward(self, last: bool) -> Iterator[None]:
-        """Around a backward: in stage 3 parameters are gathered while this is open, where a forward has begun it.
+        """Around a backward: its gradients are taken into the buckets.
+
+        In stage 3 parameters are gathered while this is open, where a forward has begun it.
 
         Args:
             last: The step ends with it.
         """
+        self._taking = True
+        try:
+            with self._gathering(last):
+                yield
+        finally:
+            self._taking = False
+
+    @contextmanager
+    def _gathering(self, last: bool) -> Iterator[None]:
         units = self.units
         if units is None or not units.is_open:
             yield
@@ -205,6 +222,10 @@ class Zero(Holdings):
         # frozen between forward and backward, or let into a sharded region and not used: there is no gradient
         if not _expects(slot) or slot.parameter.grad is None:
             return
+        if not (self._taking or self.reducing):  # a backward of user code, for something else
+            slot.stray = slot.parameter.grad
+            return
+        slot.stray = None
         bucket = slot.bucket
         if self.reducing and bucket.launched:
             raise RuntimeError(

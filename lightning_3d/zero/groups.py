@@ -17,6 +17,7 @@ from lightning_3d.zero.piece import Piece, Slot
 
 _SWAPS = ("train", "eval")
 """With these, schedule-free optimizers exchange parameters for averages."""
+_ALL = (*_SWAPS, "zero_grad")
 
 
 def names_in(optimizer: Optimizer, group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
@@ -65,18 +66,23 @@ def _cut(slot: Slot, value: Any) -> Any:
     return part.to(slot.held.device, dtype, copy=True).view(slot.held.shape)
 
 
-def check_seen(optimizer: Optimizer, waiting: Sequence[str]) -> None:
-    """After a step: no gradients of the optimizer's parameters may be left that it has not seen.
+def check_reduced(what: str, left: Sequence[str]) -> None:
+    """No gradients may be left out that were computed.
+
+    Args:
+        what: What happened.
+        left: Names of parameters whose gradients it should have had.
 
     Raises:
-        ConfigurationError: These were computed, but not reduced.
+        ConfigurationError: There are some.
     """
-    if waiting:
-        some = ", ".join(map(repr, sorted(waiting)[:3]))
+    if left:
+        some = ", ".join(map(repr, sorted(left)[:3]))
         raise ConfigurationError(
-            f"{type(optimizer).__name__} stepped without gradients of {some} that were computed, but not summed over "
-            "the replicas. With manual optimization call self.manual_backward(loss) in place of loss.backward(), and "
-            "let the last one before a step synchronize (no sync_grad=False)."
+            f"{what} with gradients of {some} that were computed, but not summed over the replicas. With manual "
+            "optimization call self.manual_backward(loss) in place of loss.backward(), and let the last one before a "
+            "step synchronize (no sync_grad=False). After a backward for something else (an adversary, an estimate) "
+            "zero the gradients, or compute it with torch.autograd.grad."
         )
 
 
@@ -84,6 +90,14 @@ def surround_swaps(
     optimizer: Optimizer, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
 ) -> None:
     """Methods that write into parameters outside of steps are surrounded like steps, where the optimizer has such."""
+    for name in _SWAPS:
+        surround(optimizer, name, before, after)
+
+
+def surround(
+    optimizer: Optimizer, name: str, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+) -> None:
+    """Run something before and after a method of one optimizer, if it has such a method."""
 
     def surrounded(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -95,12 +109,11 @@ def surround_swaps(
 
         return call
 
-    for name in _SWAPS:
-        method = getattr(optimizer, name, None)
-        if callable(method):
-            setattr(optimizer, name, surrounded(method))
+    method = getattr(optimizer, name, None)
+    if callable(method):
+        setattr(optimizer, name, surrounded(method))
 
 
 def lend_swaps(optimizer: Optimizer, wrapper: Any) -> None:
     """Lightning's wrapper inherits an optimizer's methods from its class: give it what stands in for them, too."""
-    vars(wrapper).update({name: vars(optimizer)[name] for name in _SWAPS if name in vars(optimizer)})
+    vars(wrapper).update({name: vars(optimizer)[name] for name in _ALL if name in vars(optimizer)})

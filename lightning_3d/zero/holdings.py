@@ -20,7 +20,7 @@ from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import check_fits, classify
-from lightning_3d.zero.groups import check_seen, names_in, replace_by_pieces, surround_swaps
+from lightning_3d.zero.groups import check_reduced, names_in, replace_by_pieces, surround, surround_swaps
 from lightning_3d.zero.offload import check_steps_on_host, follow
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.share import Share
@@ -122,10 +122,25 @@ class Holdings(abc.ABC):
             optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
             optimizer.register_step_post_hook(lambda o, *_: self._stepped(o))
             surround_swaps(optimizer, self._reclaim, self._after_step)
+            surround(optimizer, "zero_grad", lambda _: None, self._zeroed)
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        check_seen(optimizer, [slot.name for bucket in self._of_optimizer[optimizer] for slot in bucket.filled])
+        left = [s.name for b in self._of_optimizer[optimizer] for s in b.slots if s in b.filled or s.has_stray]
+        check_reduced(f"{type(optimizer).__name__} stepped", left)
         self._after_step(optimizer)
+
+    @abc.abstractmethod
+    def _after_zeroing(self, optimizer: Optimizer) -> None:
+        """An optimizer has zeroed what it holds of the gradients."""
+
+    def _zeroed(self, optimizer: Optimizer) -> None:
+        """What hooks see, and what a backward of user code left in the module's parameters, goes, too."""
+        self._after_zeroing(optimizer)
+        for bucket in self._of_optimizer[optimizer]:
+            for slot in bucket.slots:
+                if slot.has_stray:
+                    slot.parameter.grad = None
+                slot.stray = None
 
     def after_closure(self) -> None:
         """Lightning runs the step and its backward inside of `optimizer.step`: what they did to parameters counts."""

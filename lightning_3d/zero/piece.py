@@ -63,6 +63,7 @@ class Slot:
         used: Some microbatch since the last publication gave it a gradient, on any rank once flags are exchanged.
         fired: It got its gradient in the backward under way.
         given: The gradients published last had one for it, on all ranks alike.
+        stray: What a backward of user code left in `.grad` (of an adversary, of an estimate): nobody reduces it.
     """
 
     def __init__(self, bucket: Bucket, name: str, parameter: nn.Parameter, offset: int, counted: bool) -> None:
@@ -71,11 +72,17 @@ class Slot:
         self.low, self.high = 0, 0
         self.held: nn.Parameter = parameter
         self.aside: Tensor | None = None
+        self.stray: Tensor | None = None
         self.used = self.fired = self.given = False
 
     @property
     def owned(self) -> bool:
         return self.high > self.low
+
+    @property
+    def has_stray(self) -> bool:
+        """Its `.grad` has a part that was not reduced."""
+        return self.stray is not None and self.parameter.grad is self.stray
 
     @property
     def value(self) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
+from lightning_3d.zero.groups import check_reduced
 from lightning_3d.zero.offload import fingerprint
 from lightning_3d.zero.piece import Piece, Slot
 
@@ -92,19 +93,40 @@ class Shown:
                 slot.parameter.grad = gradient
         for bucket in self._buckets if self.wanted else ():
             for slot in bucket.slots if bucket.storage is not None else ():
-                if slot.parameter.grad is not None and slot not in self._shown:
+                if slot.parameter.grad is not None and slot not in self._shown and not slot.has_stray:
                     self._adopt(slot)
         for mirror in self._mirrors.values():
             mirror.agree()
 
     def hide(self) -> None:
-        """Make room in `.grad` for the next backward."""
+        """Make room in `.grad` for the next backward.
+
+        Raises:
+            ConfigurationError: Another backward has added to what is shown.
+        """
+        check_reduced("a backward began", [slot.name for slot in self._shown if slot.has_stray])
         self.collect()
         for slot in self._shown:
             slot.parameter.grad = None
         self._shown.clear()
         self._whole.clear()
         self._mirrors.clear()
+
+    def zeroed(self, buckets: Iterable[Bucket], accumulated: bool) -> None:
+        """An optimizer has zeroed what it holds: nothing of these is shown any more.
+
+        Args:
+            buckets: The optimizer's.
+            accumulated: So are the sums of batches that are being accumulated, where they are shown.
+        """
+        for bucket in buckets:
+            for slot in bucket.slots:
+                if self._shown.pop(slot, None) is not None and bucket.storage is not None:
+                    slot.parameter.grad = None
+                    if accumulated:
+                        bucket.filled.discard(slot)
+            self._whole.pop(bucket, None)
+            self._mirrors.pop(bucket, None)
 
     def unscaled(self, buckets: Iterable[Bucket], factor: Tensor) -> None:
         """This rank's range was multiplied with a factor where the optimizer holds it; so is the rest."""

@@ -22,6 +22,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "Quantized": [STAGES[0], STAGES[2], PIPELINE],
     "ZeroesInPlace": [STAGES[0], ON_HOST, PIPELINE],
     "WithClosure": [sizes(zero_stage=0)],
+    "Adversary": [sizes(zero_stage=0), *STAGES, ON_HOST],
+    "SumOfBackwards": [sizes(zero_stage=0), *STAGES, ON_HOST],
     "OwnGradients": [sizes(zero_stage=0), *STAGES, sizes(2)],
     "MomentumEncoder": [STAGES[0], ON_HOST, sizes(2)],
 }
@@ -42,8 +44,8 @@ def test_equal_to_one_process() -> None:
     [
         ("WithClosure", STAGES[0], r"NeedsAClosure cannot step on two small tensors .*no closure.*zero_stage=0"),
         ("OwnGradients", ON_HOST, r"'net.*' was given a gradient .* offload_optimizer=False"),
-        ("OwnBackward", STAGES[0], r"SGD stepped without gradients of 'net.*self.manual_backward\(loss\)"),
-        ("OwnBackward", sizes(zero_stage=0), r"SGD stepped without gradients of 'net.*self.manual_backward\(loss\)"),
+        ("OwnBackward", STAGES[0], r"SGD stepped with gradients of 'net.*self.manual_backward\(loss\)"),
+        ("OwnBackward", sizes(zero_stage=0), r"SGD stepped with gradients of 'net.*self.manual_backward\(loss\)"),
         ("TwoBackwards", STAGES[0], r"runs two backwards \(add the losses, and run one\)"),
         ("MomentumEncoder", PIPELINE, r"'teacher.*' was given data .* computed from parameter 'net.*pipeline_paral"),
         ("MomentumEncoder", STAGES[2], r"'teacher.*' outside of a step.*whole_parameters"),

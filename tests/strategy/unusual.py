@@ -183,6 +183,35 @@ class OwnGradients(Validated):
         optimizer.step()
 
 
+class Adversary(Validated):
+    """A backward for the input, whose gradients of the weights Lightning zeroes; another one between the steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        F.cross_entropy(self.net(x), batch["y"]).backward()
+        return F.cross_entropy(self.net(x.detach() + 0.1 * x.grad.sign()), batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and getattr(getattr(self.trainer.strategy, "layout", None), "zero", 0) < 3:
+            with torch.enable_grad():
+                self.loss(batch).backward()
+
+
+class SumOfBackwards(Validated):
+    """What the first backward left is reduced with the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        (0.1 * self.net(batch["x"]).square().mean()).backward()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
 class OwnBackward(Validated):
     def __init__(self) -> None:
         super().__init__()
@@ -212,9 +241,11 @@ KINDS = {
         WithClosure,
         MomentumEncoder,
         OwnGradients,
+        Adversary,
+        SumOfBackwards,
         OwnBackward,
         TwoBackwards,
-    )  # fmt: skip
+    )
 }
 
 

@@ -148,8 +148,7 @@ def parallel(case: tuple[Any, ...], size: int, steps: int) -> float:
             last = k == accumulate - 1
             if pipeline_order:
                 # two microbatches are run before Lightning's zero_grad, gradients published after it
-                if k == 0:
-                    zero.set_aside(keep=True)
+                zero.set_aside(keep=k == 0)
                 halves = list(zip(*(t.chunk(2) for t in part), strict=True))
                 for i, half in enumerate(halves):
                     if last and i == len(halves) - 1 and not zero.reduces_always:
@@ -297,7 +296,7 @@ def refuse(kind: str) -> str:
     params = [*net.parameters(), loose] if kind == "loose" else list(net.parameters())
     optimizer = torch.optim.LBFGS(params) if kind == "coupled" else torch.optim.SGD(params, lr=0.1)
     try:
-        Zero([optimizer], share_of(named, axis), 1)
+        Zero([optimizer], share_of(named, axis), 1).start_reducing()
         net(torch.tensor([1, 2])).sum().backward()
     except ConfigurationError as error:
         return str(error)
