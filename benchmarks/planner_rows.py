@@ -45,7 +45,7 @@ def shape_of(row: Row) -> ModelShape | None:
     if not all(number(row, c) for c in ("layers", "hidden")):
         return None
     layers, hidden = whole(row, "layers"), whole(row, "hidden")
-    heads = whole(row, "heads", max(1, hidden // 128))
+    heads = whole(row, "heads", whole(row, "kv_heads", max(1, hidden // 128)))
     gated = "SwiGLU" in row["arch"]
     tp = whole(row, "tp")
     vocab = whole(row, "vocab", 51200)
@@ -88,6 +88,8 @@ def software_of(row: Row) -> str:
     compiled = ("compile" in note and "no torch.compile" not in note) or "AsyncTP" in note
     if "ZeRO-3" in name:
         return "deepspeed-2021"
+    if source == "megascale" or "MegaScale" in name:
+        return "megatron"
     if name.startswith(("Megatron-DeepSpeed", "DeepSpeed")):
         return "deepspeed"
     if (
@@ -173,12 +175,20 @@ class Asked:
 
 
 def asked(row: Row) -> Asked | None:
-    """The jobs a row may mean, or None if it lacks what is needed."""
+    """The jobs a row may mean, or None if it lacks what is needed, or describes what cannot be."""
+    try:
+        return _asked(row)
+    except ConfigurationError as error:
+        print(f"{row['id']} is left out: {error}")
+        return None
+
+
+def _asked(row: Row) -> Asked | None:
     model, cluster = shape_of(row), cluster_of(row)
     if model is None or cluster is None or number(row, "n_gpus") is None or number(row, "tp") is None:
         return None
     seq = whole(row, "seq_len", 2048)
-    tp, pp, cp = whole(row, "tp"), whole(row, "pp"), whole(row, "cp")
+    tp, pp, cp = (max(1, whole(row, axis)) for axis in ("tp", "pp", "cp"))
     dp = whole(row, "dp", max(1, cluster.gpus // (tp * pp * cp)))
     if tp * pp * cp * dp != cluster.gpus:
         return None
@@ -303,14 +313,10 @@ def throughput(rows: list[Row]) -> Iterator[tuple[Row, Run, float, float]]:
             or "ZB-2p" in row["schedule"]
         ):
             continue
-        try:
-            found = asked(row)
-            if found is None or (seconds := measured_seconds(row, found.runs[0])) is None:
-                continue
-            predicted, run = predicted_seconds(found)
-        except ConfigurationError as error:
-            print(f"{row['id']}: {error}")
+        found = asked(row)
+        if found is None or not (seconds := measured_seconds(row, found.runs[0])):
             continue
+        predicted, run = predicted_seconds(found)
         yield row, run, seconds, predicted
 
 

@@ -31,7 +31,7 @@ from lightning_3d.pipeline.schedule import placement, schedule_lists
 from lightning_3d.pipeline.timing import simulate
 from lightning_3d.planner import formulas
 from lightning_3d.planner.cluster import Cluster, read_internode
-from lightning_3d.planner.collectives import Group, Links
+from lightning_3d.planner.collectives import SENT, Group, Links
 from lightning_3d.planner.hardware import GB, GIB, gpus
 from lightning_3d.planner.memory import Memory, memory
 from lightning_3d.planner.playing import Window, durations, play
@@ -254,6 +254,8 @@ def bubbles(rows: list[Row]) -> str:
 
 def _bubble(row: Row) -> float | None:
     names = {"1F1B": "1f1b", "1F1B-I": "interleaved_1f1b", "ZB-H1": "zb_h1", "ZB-1p": "zb_h1", "ZB-V": "zb_v"}
+    if row["schedule"] not in names:
+        return None
     name, stages, micro = names[row["schedule"]], whole(row, "pp"), whole(row, "n_microbatches")
     virtual = {"interleaved_1f1b": whole(row, "vp", 2), "zb_v": 2}.get(name, 1)
     times = [number(row, column) for column in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms")]
@@ -290,6 +292,8 @@ def collectives(rows: list[Row], least: int, most: int | None) -> dict[str, Scor
         nic, nics = (float(match[2]) * GB, int(match[1])) if match else read_internode("ndr400x8")
         cluster = Cluster(gpus()[row["gpu_key"]], max(8, count), 8, nic=nic, nics=nics)
         op = row["collective"].split()[0]
+        if op not in SENT:
+            continue
         switched = "ring" not in row["collective"]
         seconds = Links(cluster, in_switch=switched).seconds(op, payload, Group(count, min(count, cluster.domain)))
         factor = (2 if op == "all_reduce" else 1) * (count - 1) / count

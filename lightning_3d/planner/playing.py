@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_3d.pipeline.action import Action, Kind
-from lightning_3d.pipeline.check import check
 from lightning_3d.pipeline.schedule import placement, schedule_lists, windows_per_rank
 from lightning_3d.pipeline.timing import Timing, simulate
 
@@ -86,6 +85,10 @@ def _length(
     of_rank = [sum(sum(w) for w, owner in zip(windows, owners, strict=True) if owner == r) for r in range(stages)]
     least = max(of_rank) * stages  # no round is shorter than the busiest rank's work in it
     enough = (3 if virtual == 1 else 4) * stages + microbatches % stages
+    if enough * len(windows) > 2 * _MOST and microbatches > 3 * stages:
+        enough = 2 * stages + microbatches % stages  # a deep pipeline: two runs, as short as they can be
+        one, two = after(enough), after(enough + stages)
+        return two + max(two - one, least) * (microbatches - enough - stages) / stages
     while microbatches > enough + 2 * stages:
         one, two, three = (after(enough + rounds * stages) for rounds in range(3))
         steady = abs((three - two) - (two - one)) <= 1e-9 * three and three - two >= least * (1 - 1e-9)
@@ -134,7 +137,6 @@ def in_flight(
     few = microbatches if schedule == "gpipe" else few
     lists: Sequence[Sequence[Action]] = schedule_lists(schedule, stages, few, virtual, order)
     owners = placement(schedule, stages, virtual, order)
-    check(lists, len(owners), few)
     changes = {"F": 1.0, "B": -1.0, "I": after_inputs - 1.0, "W": -after_inputs}
     peaks: list[tuple[float, ...]] = []
     for rank, actions in enumerate(lists):

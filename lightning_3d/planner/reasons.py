@@ -73,7 +73,7 @@ def _leaves_the_machine(best: Priced) -> tuple[str, str] | None:
     run = best.run
     cluster, layout = run.cluster, run.candidate.layout
     tp = 2 * cluster.domain
-    if tp > cluster.gpus or run.chain.check(tp, layout.cp, layout.ep):
+    if cluster.gpus % (tp * layout.cp) or run.chain.check(tp, layout.cp, layout.ep):
         return None
     pp = layout.pp
     while cluster.gpus % (tp * layout.cp * pp):

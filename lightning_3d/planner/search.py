@@ -138,7 +138,8 @@ def layouts(
                         found.counted["batch not divisible by dp"] += 1
                         continue
                     sizes = Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep)
-                    yield from _scheduled(sizes, blocks, job.global_batch // dp)
+                    ours = job.software.startswith("lightning_3d")
+                    yield from _scheduled(sizes, blocks, job.global_batch // dp, ours)
 
 
 def _expert_sizes(chain: Chain, ranks: int) -> list[int]:
@@ -153,7 +154,8 @@ def _refusal(chain: Chain, cluster: Cluster, tp: int, cp: int, ep: int) -> tuple
     return (f"TP={tp}" if tp > 1 else f"EP={ep}", why) if why else None
 
 
-def _scheduled(layout: Layout, blocks: int, samples: int) -> Iterator[Layout]:
+def _scheduled(layout: Layout, blocks: int, samples: int, zero_bubble: bool) -> Iterator[Layout]:
+    """The schedules of these sizes; frameworks other than this library do not split backwards."""
     if layout.pp == 1:
         yield layout
         return
@@ -161,6 +163,8 @@ def _scheduled(layout: Layout, blocks: int, samples: int) -> Iterator[Layout]:
     for virtual in (2, 3, 4, 6, 8):
         if virtual * layout.pp <= blocks and samples >= layout.pp:
             yield replace(layout, schedule="interleaved_1f1b", virtual=virtual)
+    if not zero_bubble:
+        return
     yield replace(layout, schedule="zb_h1")
     if 2 * layout.pp <= blocks:
         yield replace(layout, schedule="zb_v", virtual=2)

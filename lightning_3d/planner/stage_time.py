@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from lightning_3d.planner.collectives import Group, Links
-from lightning_3d.planner.constants import Software
+from lightning_3d.planner.constants import STRAGGLERS, Software
 from lightning_3d.planner.kernels import Kernels
 from lightning_3d.planner.work import Work
 
@@ -107,7 +108,8 @@ def block_seconds(work: Work, speed: Speed, recompute: str = "none", launches: b
         forward = max(forward, software.host) + software.sync
         again = max(again, software.host) + software.sync if recompute == "full" else again
         backward = max(backward, 1.5 * software.host - weights) + software.sync
-    slow = 1 / (software.speed * speed.links.cluster.efficiency)
+    cluster = speed.links.cluster
+    slow = (1 + STRAGGLERS * log2(cluster.nodes)) / (software.speed * cluster.efficiency)
     tp_forward, tp_backward = _tensor(work, speed)
     tp_backward += {"full": 1.0, "alternate": 0.5}.get(recompute, 0.0) * tp_forward
     ring = work.cp_payload * max(0, speed.cp.size - 1)
