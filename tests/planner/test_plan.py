@@ -95,6 +95,7 @@ def test_experts_and_long_sequences_say_what_is_missing() -> None:
     assert any(p.run.candidate.layout.ep > 1 for p in elsewhere.ranked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cluster", "options", "most"),
     [
