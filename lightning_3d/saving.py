@@ -9,6 +9,7 @@ from zipfile import is_zipfile
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_3d.built import Built
 from lightning_3d.deferred import is_deferred
@@ -66,9 +67,9 @@ class Saving(Built):
         if Path(path).is_dir():
             return read_rest(path, weights_only)
         if type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and is_zipfile(path):
-            # a memory map: every rank reads the bytes of its part
+            # a memory map: every rank reads the bytes of its part; what others may keep is no part of the file
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return loaded
+            return {k: v if k in ("state_dict", "optimizer_states") else _in_memory(v) for k, v in loaded.items()}
         return super().load_checkpoint(path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -125,6 +126,10 @@ class Saving(Built):
             self._engine.zero.loaded()
             if self._is_set_up:
                 self._load_masters(checkpoint)
+
+
+def _in_memory(value: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, value)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
