@@ -75,7 +75,10 @@ def main() -> None:
     for marker, table in (("parity", layout_table), ("stages", stage_table)):
         begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
         new = "\n".join([begin, *table(), end])
-        page.write_text(re.sub(f"{begin}.*?{end}", lambda _, new=new: new, page.read_text(), flags=re.S))
+        text, places = re.subn(f"{begin}.*?{end}", lambda _, new=new: new, page.read_text(), flags=re.S)
+        if places != 1:
+            raise ValueError(f"{page} must have the markers {begin} and {end} exactly once.")
+        page.write_text(text)
 
 
 if __name__ == "__main__":

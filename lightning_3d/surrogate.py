@@ -28,7 +28,7 @@ class _Publish(torch.autograd.Function):
         ratio = grad.to(torch.float32 if grad.device.type == "mps" else torch.float64) / ctx.scale
         one = torch.ones_like(ratio)
         # a loss of low precision (bf16-true) comes back divided by the number of accumulated batches, and rounded
-        fits = torch.isclose(ratio, one, rtol=max(1e-6, 4 * torch.finfo(grad.dtype).eps))
+        fits = torch.isclose(ratio, one, rtol=max(1e-6, torch.finfo(grad.dtype).eps))
         if not ctx.last:
             _check_unscaled(fits, on_cpu)
         elif on_cpu and bool(fits):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.deferred.constructors import constructors_told
-from lightning_3d.deferred.operations import defer, dispatch, remember
+from lightning_3d.deferred.operations import defer, dispatch, forms_of, remember
 from lightning_3d.deferred.tensor import Deferred, is_large
 
 
@@ -51,8 +51,8 @@ class building(TorchDispatchMode):
             return dispatch(func, args, kwargs)
         if tensors or not self._makes(func, kwargs):
             return func(*args, **kwargs)
-        form = _form(func, args, kwargs)
-        if form is None or not is_large(form):
+        form = forms_of(func, args, {**kwargs, "device": self.device})
+        if not isinstance(form, Tensor) or not is_large(form):
             return func(*args, **kwargs)
         fixed = {**kwargs, "dtype": form.dtype, "device": self.device}  # defaults may be others, later
         return defer(remember(func, args, fixed, self.device), form, self.device)
@@ -67,15 +67,6 @@ class building(TorchDispatchMode):
     def _is_here(self, device: torch.device) -> bool:
         here = self.device
         return device.type == here.type and (device.index is None or device.index == here.index)
-
-
-def _form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    own = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
-    try:
-        out = func(*args, **{**own, "device": torch.device("meta")})
-    except Exception:  # the operation itself says what is wrong
-        return None
-    return out if isinstance(out, Tensor) else None
 
 
 def _value(x: Any) -> Any:

@@ -22,6 +22,7 @@ def constructors_told() -> Iterator[None]:
     parameter_class: Any = nn.Parameter
     lazy_class: Any = kinds.UninitializedTensorMixin  # type: ignore[attr-defined]
     make_subclass, new_parameter = Tensor._make_subclass, nn.Parameter.__new__
+    own_data = vars(Tensor).get("data")  # of one that is open around this
     materialize: Any = lazy_class.materialize
 
     def subclass(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +52,10 @@ def constructors_told() -> Iterator[None]:
         yield
     finally:
         tensor_class._make_subclass = staticmethod(make_subclass)
-        del tensor_class.data  # torch's own is in the class above
+        if own_data is None:
+            del tensor_class.data  # torch's own is in the class above
+        else:
+            tensor_class.data = own_data
         parameter_class.__new__ = staticmethod(new_parameter)
         lazy_class.materialize = materialize
 

@@ -81,9 +81,9 @@ def _is_of_others(tensor: Tensor) -> bool:
 
 
 def _is_mapped(address: int) -> bool:
-    """Whether an address is in a memory-mapped file; copying it would read it."""
+    """Whether an address is in a memory-mapped file, as far as the system tells; copying it would read it."""
     if not _MAPS.exists():
-        return True
+        return False
     for line in _MAPS.read_text().splitlines():
         span, _, _, _, inode, *_ = line.split()
         first, last = (int(x, 16) for x in span.split("-"))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.deferred.cell import Call, Cell, Window, default_generator
 from lightning_3d.deferred.kept import keep
-from lightning_3d.deferred.tensor import Deferred, is_large
+from lightning_3d.deferred.tensor import Deferred, is_large, on_values
 
 DEEPEST = 40
 """Tensors that are computed from tensors, from tensors...; beyond that they are computed at once."""
@@ -37,7 +37,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Remember an operation on tensors without values, or do it."""
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Deferred)]
     depth = max(x.window.cell.depth for x in operands)
-    forms = _forms(func, args, kwargs)
+    forms = forms_of(func, args, kwargs)
     if forms is None:
         return _do(func, args, kwargs)
     if _is_view(func):
@@ -102,7 +102,7 @@ def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: De
         func(*real_args, **real_kwargs)
 
 
-def _forms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def forms_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the operation's results look like; None if that depends on values, or some are no tensors."""
 
     def form(x: Any) -> Any:
@@ -132,23 +132,10 @@ def _view(base: Window, step: Call, forms: Any) -> Any:
 
 def _do(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Do it now, on values that are let go again; what it writes to stays."""
-    back: dict[int, Deferred] = {}
     for x in _written(func, args, kwargs):
         if isinstance(x, Deferred):
             x.window.cell.solidify()
-
-    def real(x: Any) -> Any:
-        if not isinstance(x, Deferred):
-            return x
-        value = x.value()
-        back[id(value)] = x
-        alive.append(value)
-        return value
-
-    alive: list[Tensor] = []
-    real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
-    out = func(*real_args, **real_kwargs)
-    return tree_map(lambda x: back.get(id(x), x) if isinstance(x, Tensor) else x, out)
+    return on_values(func, args, kwargs)
 
 
 def _is_view(func: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.deferred.cell import Window
 from lightning_3d.deferred.kept import checksum_of
@@ -174,22 +174,27 @@ def is_deferred(value: object) -> bool:
 
 def _shown(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Do what looks into memory, or writes there, unseen by us: the values stay from now on."""
-    back: dict[int, Deferred] = {}
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, Deferred):
+            x.window.cell.solidify()
+    with _disable_current_modes():
+        return on_values(func, args, kwargs)
+
+
+def on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with values in place of tensors without; where it gives one of them back, so is the tensor."""
+    of: dict[int, tuple[Tensor, Deferred]] = {}  # holds the values, so that no two have one id
 
     def real(x: Any) -> Any:
         if not isinstance(x, Deferred):
             return x
-        x.window.cell.solidify()
         value = x.value()
-        back[id(value)] = x
-        alive.append(value)
+        of[id(value)] = (value, x)
         return value
 
-    alive: list[Tensor] = []
-    with _disable_current_modes():
-        real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
-        out = func(*real_args, **real_kwargs)
-    return back.get(id(out), out)
+    real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
+    out = func(*real_args, **real_kwargs)
+    return tree_map(lambda x: of[id(x)][1] if isinstance(x, Tensor) and id(x) in of else x, out)
 
 
 def _lent(tensor: Deferred, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -82,6 +82,8 @@ GENERATIONS: dict[str, Generation] = {
 }  # fmt: skip
 
 
+UPDATE_SPEED = 0.7
+"""Share of the memory bandwidth that the optimizer's update reaches: many small tensors, and not one kernel for all."""
 STRAGGLERS = 0.006
 """Share of a step that is lost with every doubling of the machines: everybody waits for the slowest. MosaicML's series
 from 8 to 512 GPUs lose 1 to 1.5 % per doubling beyond what communication explains, NeMo's and Megatron's half of it."""

@@ -74,19 +74,6 @@ def megatron_states(model: ModelShape, tp: int, pp: int, dp: int, distributed: b
     return shard / tp * (6 + 12 / dp if distributed else 18)
 
 
-def one_f_one_b_bubble(
-    stages: int, microbatches: int, forward: float, inputs: float, weights: float, send: float
-) -> float:
-    """Idle share of 1F1B whose messages take `send` seconds: the closed form behind the zero-bubble paper's table.
-
-    `cost = (m + p - 1) (F + B + W) + (2 (p - 1) (m + p) / p - 2) send`; the first and the last stage are reached
-    through p - 1 messages each way, and in the steady state p microbatches share a round trip.
-    """
-    p, m, work = stages, microbatches, forward + inputs + weights
-    cost = (m + p - 1) * work + (2 * (p - 1) * (m + p) / p - 2) * send
-    return (cost - m * work) / cost
-
-
 def gpipe_speedup(stages: int, microbatches: int) -> float:
     """Throughput of GPipe relative to one device (Huang et al. 2019): `K M / (M + K - 1)`."""
     return stages * microbatches / (microbatches + stages - 1)

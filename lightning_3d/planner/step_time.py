@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_3d.pipeline.schedule import placement, windows_per_rank
@@ -11,7 +11,7 @@ from lightning_3d.planner.candidate import Candidate, Job
 from lightning_3d.planner.chain import Chain, cut
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.collectives import Group, Links, group_of
-from lightning_3d.planner.constants import Software, software_named
+from lightning_3d.planner.constants import UPDATE_SPEED, Software, software_named
 from lightning_3d.planner.kernels import Kernels
 from lightning_3d.planner.playing import Played, Window, play
 from lightning_3d.planner.recipes import recipe_named
@@ -283,7 +283,7 @@ def _data_parallel(
 def _of_stage(run: Run, params: float, layers: int, seconds: Seconds) -> tuple[float, float, float]:
     layout, software, gpu = run.candidate.layout, run.software, run.cluster.gpu
     recipe, group, links = recipe_named(run.job.recipe), run.group("dp"), Links(run.cluster)
-    update = params * _UPDATE / (group.size if layout.zero else 1) / (gpu.memory_bandwidth * 0.7)
+    update = params * _UPDATE / (group.size if layout.zero else 1) / (gpu.memory_bandwidth * UPDATE_SPEED)
     if group.size == 1:
         return 0.0, 0.0, update
 
@@ -312,8 +312,3 @@ def _not_hidden(communication: float, computation: float, overlap: float, pieces
     """Of communication in pieces beside computation: what is too much for it, and the piece nothing runs beside."""
     hidden = min(overlap * communication * (1 - 1 / (pieces + 1)), overlap * computation)
     return communication - hidden
-
-
-def with_candidate(run: Run, candidate: Candidate) -> Run:
-    """The same job in another way."""
-    return replace(run, candidate=candidate)

@@ -14,14 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_3d.deferred import Deferred, building, is_deferred, reading_later, realize, realize_all
-from lightning_3d.deferred import tensor as room
 from lightning_3d.deferred.records import dumps
 from lightning_3d.errors import ConfigurationError
-
-
-@pytest.fixture(autouse=True)
-def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "SMALLEST", 16)
+from tests.deferred.twice import both
 
 
 class _Own(nn.Parameter):
@@ -135,13 +130,7 @@ MAKES = [
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 @pytest.mark.filterwarnings("ignore:.*(Lazy|torch.jit).*")
 def test_values_are_those_of_a_model_built_at_once(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    want = make()
-    after = torch.get_rng_state()
-    torch.manual_seed(0)
-    with building(torch.device("cpu")):
-        got = make()
-    assert torch.equal(torch.get_rng_state(), after)
+    got, want = both(make)
     realize_all(got)
     names = dict(got.state_dict())
     assert list(names) == list(want.state_dict())

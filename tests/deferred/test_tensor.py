@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.deferred import Deferred, building, is_deferred, reading_later, realize, realize_all
-from lightning_3d.deferred import tensor as room
 from lightning_3d.deferred.records import dumps, loads
 from lightning_3d.errors import ConfigurationError
-
-
-@pytest.fixture(autouse=True)
-def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "SMALLEST", 16)
+from tests.deferred.twice import both
 
 
 def value(tensor: Tensor) -> Tensor:
@@ -86,18 +80,6 @@ class Net(nn.Module):
     def _init(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, 0, 0.02)
-
-
-def both(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Built as usual, and with values that come later; from one seed, with equal random states afterwards."""
-    torch.manual_seed(0)
-    want = make()
-    after = torch.get_rng_state()
-    torch.manual_seed(0)
-    with building(torch.device("cpu")):
-        got = make()
-    assert torch.equal(torch.get_rng_state(), after)
-    return got, want
 
 
 def test_usual_initialisations() -> None:

@@ -22,12 +22,16 @@ class Validated(models.LitMLP):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class InTwoOptimizers(Validated):
-    """Some parameters are in both."""
+class ByHand(Validated):
+    """Optimized by hand."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class InTwoOptimizers(ByHand):
+    """Some parameters are in both."""
 
     def configure_optimizers(self) -> Any:
         every = list(self.net.parameters())
@@ -40,12 +44,8 @@ class InTwoOptimizers(Validated):
             optimizer.step()
 
 
-class WithoutSync(Validated):
+class WithoutSync(ByHand):
     """Every second batch steps; what is left at the end of an epoch is zeroed by Lightning before it validates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -163,12 +163,8 @@ class MomentumEncoder(Validated):
             own.data = own.data * 0.9 + other.data * 0.1
 
 
-class OwnGradients(Validated):
+class OwnGradients(ByHand):
     """Gradients of two losses, combined by hand (as gradient surgery does) and put into `.grad`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -197,12 +193,8 @@ class Adversary(Validated):
                 self.loss(batch).backward()
 
 
-class SumOfBackwards(Validated):
+class SumOfBackwards(ByHand):
     """What the first backward left is reduced with the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -212,11 +204,7 @@ class SumOfBackwards(Validated):
         optimizer.step()
 
 
-class OwnBackward(Validated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
+class OwnBackward(ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
