@@ -75,9 +75,19 @@ class Plan:
         return price(Run(self.chain, self.cluster, self.job, candidate))
 
     def strategy_arguments(self, priced: Priced | None = None) -> dict[str, Any]:
-        """The arguments of `ThreeDStrategy` for a layout (the best one): they can be written down in a YAML file."""
+        """The arguments of `ThreeDStrategy` for a layout (the best one): they can be written down in a YAML file.
+
+        Raises:
+            ConfigurationError: This version cannot run it: CP or EP, or recomputation of other frameworks.
+        """
         candidate = (priced or self.best).run.candidate
         layout = candidate.layout
+        layout.check_supported()
+        if candidate.recompute not in ("none", "selective", "full"):
+            raise ConfigurationError(
+                f"{candidate}: recomputing {candidate.recompute!r} is priced for other frameworks; "
+                "activation_checkpointing takes 'selective' and 'full', or names of modules. Choose one of them."
+            )
         arguments: dict[str, Any] = {
             "tensor_parallel_size": layout.tp,
             "pipeline_parallel_size": layout.pp,
@@ -91,7 +101,7 @@ class Plan:
             arguments["virtual_pipeline_size"] = layout.virtual
         if candidate.sequence_parallel:
             arguments["sequence_parallel"] = True
-        if candidate.recompute in ("selective", "full"):
+        if candidate.recompute != "none":
             arguments["activation_checkpointing"] = candidate.recompute
         return arguments
 

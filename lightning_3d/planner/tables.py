@@ -66,7 +66,7 @@ def plan_text(plan: Plan) -> str:
         f"states {plan.job.recipe}, run by {plan.job.software}; {counted['looked at']} ways looked at, "
         f"{counted['too large']} too large, {counted['played']} played action by action"
     )
-    tail = f"best: {best}   {' '.join(f'{k}={v}' for k, v in plan.strategy_arguments().items())}"
+    tail = f"best: {best}   {_arguments(plan)}"
     return text(head, ranked_table(plan), time_table(plan), rejected_table(plan), tail)
 
 
@@ -194,3 +194,10 @@ def seconds_text(seconds: float) -> str:
 
 def _share(seconds: float, p: Priced) -> str:
     return f"{100 * seconds / p.seconds:.1f} %"
+
+
+def _arguments(plan: Plan) -> str:
+    """How this library is told the best layout; other frameworks are told otherwise."""
+    if not plan.job.software.startswith("lightning_3d"):
+        return ""
+    return " ".join(f"{k}={v}" for k, v in plan.strategy_arguments().items())

@@ -227,3 +227,26 @@ def test_rows_that_differ_between_ranks_are_seen() -> None:
 
     assert record(1) == record(1)
     assert record(1) != record(2)
+
+
+def test_contexts_may_lie_in_one_another() -> None:
+    before = nn.Parameter.__new__
+    with building(torch.device("cpu")):
+        with building(torch.device("cpu")):
+            inner = nn.Linear(8, 8)
+        outer = nn.Linear(8, 8)
+        outer.weight.data = torch.ones(8, 8)
+    assert is_deferred(inner.weight)
+    assert is_deferred(outer.weight)
+    realize_all(outer)
+    assert torch.equal(outer.weight, torch.ones(8, 8))
+    assert nn.Parameter.__new__ is before
+    assert "data" not in vars(Tensor)
+
+
+def test_memory_of_others_is_copied_where_nobody_tells_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_3d.deferred.kept._MAPS", Path("/nowhere"))
+    with building(torch.device("cpu")):
+        layers = from_one_numpy_buffer()
+    realize_all(layers)
+    assert [layer.weight[0, 0].item() for layer in layers] == [0.0, 1.0]  # type: ignore[index, union-attr]

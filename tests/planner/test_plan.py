@@ -95,6 +95,19 @@ def test_experts_and_long_sequences_say_what_is_missing() -> None:
     assert any(p.run.candidate.layout.ep > 1 for p in elsewhere.ranked)
 
 
+def test_arguments_of_what_this_library_cannot_run_are_refused() -> None:
+    cluster, options = Cluster.of("h100", 16, 8, "ndr400x8"), {"global_batch": 64, "seq": 4096}
+    answer = plan("mixtral-8x7b", cluster, **options)
+    with pytest.raises(ConfigurationError, match="'half' is priced for other frameworks"):
+        answer.strategy_arguments(answer.explain("tp8-pp2-mbs1-half"))
+    elsewhere = plan("mixtral-8x7b", cluster, software="megatron", **options)
+    experts = next(p for p in elsewhere.ranked if p.run.candidate.layout.ep > 1)
+    with pytest.raises(ConfigurationError, match="expert_parallel_size"):
+        elsewhere.strategy_arguments(experts)
+    assert "tensor_parallel_size=" in str(answer)
+    assert "tensor_parallel_size=" not in str(elsewhere)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cluster", "options", "most"),
