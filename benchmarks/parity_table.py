@@ -1,7 +1,7 @@
 """Largest relative errors against one process, per model and layout, and per ZeRO stage; rewrites docs/results.md.
 
 The same runs as tests/strategy/test_parity.py: float64, SGD, every gradient gathered to its full shape, a real
-`Trainer.fit` on gloo processes. `python -m benchmarks.parity_table`; about ten minutes on two cores.
+`Trainer.fit` on gloo processes. `python -m benchmarks.parity_table`; about twelve minutes on two cores.
 """
 
 from __future__ import annotations
