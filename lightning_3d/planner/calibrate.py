@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.constants import GENERATIONS
 from lightning_3d.planner.hardware import GB, GIB, Gpu, gpus
 
 _SECONDS = 1.0
@@ -46,6 +47,8 @@ def calibrate(path: Path) -> str:
     }
     path.write_text("# measured by lightning-3d plan --calibrate\n" + yaml.safe_dump(data, sort_keys=False))
     lines = [f"{key}: {value}" for key, value in data.items()]
+    if torch.cuda.is_available() and _known() is None:
+        lines.append(f"this device is not in the table: what it reaches of these is taken from {_base().name}")
     return "\n".join([*lines, f"written: {path}", f"use it: lightning-3d plan --cluster {path} ...", ""])
 
 
@@ -57,8 +60,11 @@ def measured_cluster(processes: int) -> Cluster:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     share = 1.0 if device.type == "cuda" else min(1.0, (os.cpu_count() or 1) / processes)
-    products, moved, link = _matmul(device, half), _memory(device), _link(device)
     base = _base()
+    reached = GENERATIONS["cpu" if device.type == "cpu" else base.generation]
+    products, moved, link = _matmul(device, half), _memory(device), _link(device) * share
+    if device.type == "cuda":
+        link /= reached.link
     name = (
         torch.cuda.get_device_name(0)
         if device.type == "cuda"
@@ -67,11 +73,11 @@ def measured_cluster(processes: int) -> Cluster:
     gpu: Gpu = replace(
         base,
         name=name,
-        bf16=products * share / 0.86,  # the planner multiplies by what its generation reaches
+        bf16=products * share / reached.matmul,  # the planner multiplies by what its generation reaches
         memory=float(_capacity(device)) / (1 if device.type == "cuda" else processes),
-        memory_bandwidth=moved * share / 0.88,
-        link=link * share,
-        pair_link=link * share,
+        memory_bandwidth=moved * share / reached.memory,
+        link=link,
+        pair_link=link,
         domain=processes,
         gpus_per_node=processes,
     )
@@ -80,15 +86,17 @@ def measured_cluster(processes: int) -> Cluster:
     return Cluster(gpu, processes, processes, domain=processes)
 
 
+def _known() -> Gpu | None:
+    """The card of the table that this device is; a CPU is none, and has constants of its own."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_name(0).upper()
+    return next((gpu for key, gpu in gpus().items() if key.split("-")[0] in found), None)
+
+
 def _base() -> Gpu:
-    """The card of the table that this device is, or A100 for its constants."""
-    known = gpus()
-    if torch.cuda.is_available():
-        found = torch.cuda.get_device_name(0).upper()
-        for key, gpu in known.items():
-            if key.split("-")[0] in found:
-                return gpu
-    return known["A100-80GB-SXM"]
+    """What the description begins with: the card, or an A100."""
+    return _known() or gpus()["A100-80GB-SXM"]
 
 
 def _capacity(device: torch.device) -> int:
@@ -111,7 +119,10 @@ def _memory(device: torch.device) -> float:
 
 
 def _link(device: torch.device) -> float:
-    """Bytes per second from one device to the next (on the CPU: of a copy in memory, halved for the socket)."""
+    """Bytes per second from one device to the next.
+
+    Where there is one device, a quarter of a copy in memory: into the socket and out of it, each read and written.
+    """
     count = 1 << 26 if device.type == "cuda" else 1 << 22
     x = torch.zeros(count, device=device)
     other = torch.device("cuda", 1) if device.type == "cuda" and torch.cuda.device_count() > 1 else device

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from benchmarks.memory_of_process import forget_peak, status
 from lightning_3d import ThreeDStrategy
 from tests import models
 from tests.strategy.cases import trainer_for
@@ -35,38 +36,17 @@ class Wide(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    """The most since `forget_peak`."""
-    return _status("VmHWM")
-
-
-def forget_peak() -> None:
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(key)
-
-
 def fit(folder: str, resume: str | None, **sizes: Any) -> tuple[pl.Trainer, int]:
     """The Trainer, and the rise of this rank's memory at its peak."""
+    gc.collect()
     forget_peak()
-    before = resident()
+    before = status("VmRSS")
     strategy = ThreeDStrategy(zero_stage=3, **sizes)
     steps = 2 if resume is None else 4
     trainer = trainer_for(strategy, max_steps=steps, max_epochs=-1, precision="32-true", default_root_dir=folder)
     torch.manual_seed(1)
     trainer.fit(Wide(), models.loader("mlp", 16, 4), ckpt_path=resume)
-    return trainer, peak() - before
+    return trainer, status("VmHWM") - before
 
 
 def started_and_saved(folder: str) -> tuple[int, int, int]:
@@ -75,10 +55,11 @@ def started_and_saved(folder: str) -> tuple[int, int, int]:
     rises = []
     for name, directory in (("run", True), ("plain", False)):
         trainer.strategy._save_distributed = directory
+        gc.collect()
         forget_peak()
-        before = resident()
+        before = status("VmRSS")
         trainer.save_checkpoint(Path(folder) / f"{name}.ckpt")
-        rises.append(peak() - before)
+        rises.append(status("VmHWM") - before)
     return start, *rises
 
 
