@@ -10,6 +10,7 @@ table's other rows.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -134,10 +135,10 @@ def _closed(row: Row) -> Iterable[tuple[float, float]]:
     if source == "zero_paper":
         dp, tp = whole(row, "dp"), whole(row, "tp")
         if value:
-            yield value, _cut(formulas.zero_states(params, dp, zero), value)
+            yield value, _as_printed(formulas.zero_states(params, dp, zero) / GB, row["mem_value"]) * GB
         elif "model size" in row["other_name"]:
             yield number(row, "other_value") or 0, formulas.largest_model(32e9, tp, dp, zero) / 1e9
-    elif source in ("deepspeed_code", "deepspeed_docs") and value and row["id"] != "deepspeed_docs-001":
+    elif source in ("deepspeed_code", "deepspeed_docs") and value and not _is_stale(row):
         text = row["note"]
         layer = (number({"": (re.search(r"layer ([\d.]+)", text) or [0, "0"])[1]}, "") or 0) * 1e6
         offload = (
@@ -155,9 +156,15 @@ def _closed(row: Row) -> Iterable[tuple[float, float]]:
         yield value, params * (20 if "FP32 grad" in row["note"] and "w/o" not in row["note"] else 16)
 
 
-def _cut(value: float, printed: float) -> float:
-    """The paper cuts its numbers to three digits."""
-    return printed if 0 <= value / printed - 1 < 0.02 and float(f"{printed:.2g}") != value else value
+def _is_stale(row: Row) -> bool:
+    """The documentation's sample of ZeRO 2 without offload is of an older version of the code it documents."""
+    return row["source"] == "deepspeed_docs" and row["zero_stage"] == "2" and "params" in row["mem_kind"]
+
+
+def _as_printed(value: float, printed: str) -> float:
+    """A number with as many decimals as the paper prints; some of its numbers are rounded, others cut off."""
+    scale = 10.0 ** len(printed.partition(".")[2])
+    return min((f(value * scale) / scale for f in (math.floor, round)), key=lambda x: abs(x - float(printed)))
 
 
 def _korthikanti(row: Row) -> Iterable[tuple[float, float]]:
