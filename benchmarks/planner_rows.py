@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_3d.errors import ConfigurationError
@@ -318,8 +318,3 @@ def throughput(rows: list[Row]) -> Iterator[tuple[Row, Run, float, float]]:
             continue
         predicted, run = predicted_seconds(found)
         yield row, run, seconds, predicted
-
-
-def renamed(run: Run, software: str) -> Run:
-    """The same job by another framework."""
-    return replace(run, job=replace(run.job, software=software))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_3d.errors import ConfigurationError
 
@@ -189,7 +189,3 @@ class ModelShape:
         params = self.active_params - (0 if embeddings or self.tied else self.embedding_params)
         attention = (self.q_dim + self.v_dim) / 2 * self.layers * seq
         return 6.0 * params + (6.0 if causal else 12.0) * attention
-
-    def renamed(self, name: str) -> ModelShape:
-        """The same sizes under another name."""
-        return replace(self, name=name)
