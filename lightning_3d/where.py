@@ -35,7 +35,7 @@ class naming_the_line:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, self._kinds) and not getattr(error, "names_line", False):
+        if error is not None and isinstance(error, self._kinds) and not getattr(error, "names_line", False):
             lines = lines_of(error)
             if lines:
                 error.args = (f"{error}\n" + "\n".join(f"  in {line}" for line in lines),)

@@ -28,7 +28,7 @@ from lightning_3d.pipeline.batch_tree import (
     is_tuple_of_tensors,
     path_name,
 )
-from lightning_3d.pipeline.samples import Memory, confirmed_lists, kind_of, parts_of, size_of
+from lightning_3d.pipeline.samples import Memory, common_size, confirmed_lists, kind_of, parts_of, size_of
 
 
 def split(batch: Any, count: int) -> list[Any]:
@@ -49,12 +49,15 @@ def split_with_sizes(batch: Any, count: int, memory: Memory | None = None) -> tu
         PipelineError: The batch cannot be cut, can be read in two ways, or shows that an earlier one was cut wrongly.
     """
     memory = {} if memory is None else memory
-    parts = parts_of(batch)
-    size = math.gcd(*parts.values()) if parts else size_of(batch, memory)
+    common = common_size(batch)
+    parts = None if common else parts_of(batch)
+    size = common or (math.gcd(*parts.values()) if parts else size_of(batch, memory))
     count = min(count, size)
     edges = [size * i // count for i in range(count + 1)]
     pairs = list(itertools.pairwise(edges))
-    if parts:
+    if common:
+        cut = _Knife(size, pairs, memory).cut_tensors(batch)
+    elif parts:
         cut = _cut_parts(batch, parts, size, pairs, memory)
     else:
         cut = _Knife(size, pairs, memory).cut(batch, (), is_tuple_of_tensors(batch))
@@ -94,6 +97,16 @@ class _Knife(NamedTuple):
         pairs = zip(keys, values, strict=True)
         columns = [self.cut(x, (*path, k), confirmed=i in sure) for i, (k, x) in enumerate(pairs)]
         return [rebuild([column[i] for column in columns]) for i in range(len(self.pairs))]
+
+    def cut_tensors(self, batch: Any) -> list[Any]:
+        """As `cut`, of a list, tuple or dict with nothing but tensors of this size."""
+        if type(batch) is list:
+            self._remember((), False, batch)
+        keys = list(batch) if type(batch) is dict else range(len(batch))
+        columns = [self.cut(batch[k], (k,)) for k in keys]
+        if type(batch) is dict:
+            return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+        return [type(batch)(row) for row in zip(*columns, strict=True)]
 
     def _whole(self, value: Any) -> list[Any]:
         """The same for every microbatch."""

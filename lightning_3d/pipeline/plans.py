@@ -62,6 +62,7 @@ class Plans:
         self.module, self.mesh, self.seed, self._microbatches = module, mesh, seed, microbatches
         self._tensor_group, self._forward_context = tensor_group, forward_context
         self.partitions: dict[Any, list[Partition]] = {}
+        self._modules = list(module.modules())  # found once: looked at in every batch
         self._memory = AtomMemory()
         self._randomness = Randomness(mesh.device, own_generators(module))
         self._warned = False
@@ -200,8 +201,8 @@ class Plans:
     def _circumstances(self, step_name: str, args: Sequence[Any] = ()) -> Any:
         """What a step's path may depend on, besides the microbatch: modes, frozen parameters, dataloader_idx."""
         with torch._C.DisableTorchFunctionSubclass():
-            trainable = tuple(p.requires_grad for p in self.module.parameters())
-        modes = tuple(m.training for m in self.module.modules())
+            trainable = tuple(p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
+        modes = tuple(m.training for m in self._modules)
         others = tuple(signature(x) for x in args[1:])  # not batch_idx, which is another one every time
         return (step_name, torch.is_grad_enabled(), hash(trainable), hash(modes), others)
 

@@ -47,8 +47,10 @@ class Routes:
         needs: Action of this stage -> what it waits for.
         sends: Action of this stage -> what it sends afterwards.
         expected: Source stage -> its messages to this stage, in the order it sends them.
-        posts: Per action of this stage, the messages whose receives are posted before it begins: those of the action
-            and of the one after it, and what their sources send before them.
+        posts: The messages to this stage in the order in which their receives are posted.
+        due: Per action of this stage, how many of them are posted before it begins: those of the action and of the one
+            after it, and what their sources send before them.
+        ahead: The same, when the stage has to wait anyway: also those of the action after that.
         acknowledged: Message to this stage -> how many messages of this stage its sender has received before.
     """
 
@@ -58,7 +60,9 @@ class Routes:
     needs: dict[Action, list[Parcel]] = field(default_factory=dict)
     sends: dict[Action, list[Parcel]] = field(default_factory=dict)
     expected: dict[int, list[Parcel]] = field(default_factory=dict)
-    posts: list[list[Parcel]] = field(default_factory=list)
+    posts: list[Parcel] = field(default_factory=list)
+    due: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
     acknowledged: dict[Message, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,13 +77,17 @@ class Routes:
         """When which receive is posted."""
         waiting = {source: deque(parcels) for source, parcels in self.expected.items()}
         posted: set[Message] = set()
-        for k in range(len(mine)):
-            self.posts.append([])
-            for parcel in (parcel for action in mine[k : k + 2] for parcel in self.needs[action]):
+        after = []  # posts up to and with those of each action
+        for action in mine:
+            for parcel in self.needs[action]:
                 while parcel.stage != self.stage and parcel.message not in posted:
                     first = waiting[parcel.stage].popleft()
                     posted.add(first.message)
-                    self.posts[k].append(first)
+                    self.posts.append(first)
+            after.append(len(self.posts))
+        self.due, self.ahead = (
+            [after[min(k + more, len(mine) - 1)] for k in range(len(mine))] for more in (1, 2)
+        )  # fmt: skip
         left = [parcel.message for parcels in waiting.values() for parcel in parcels]
         assert not left, f"messages nobody takes: {left}"
 

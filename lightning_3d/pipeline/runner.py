@@ -160,8 +160,6 @@ class PipelineRunner:
             communicator = self.mesh.holders(stages)
             if self.stage in stages:
                 self.shared_groups.append((communicator, self.shared[stages]))
-        self._all_parameters = list(everything.values())
-        self._all_modules = list(self.module.modules())
 
     def _buffer_stages(self, partition: Partition) -> dict[str, int]:
         """Buffers of an atom live where it first runs; those of glue code where they are written, else last."""

@@ -51,6 +51,18 @@ def batch_size(batch: Any, memory: Memory | None = None) -> int:
     return math.gcd(*parts.values()) if parts else size_of(batch, memory or {})
 
 
+def common_size(batch: Any) -> int | None:
+    """First dim of all tensors of a batch that is nothing but a few of them, which share it; None for any other batch.
+
+    Most are, and can be read in one way only: the rules for all others take longer than to cut it.
+    """
+    if type(batch) not in (tuple, list, dict) or not batch:
+        return None
+    sizes = {len(x) if type(x) is Tensor and x.ndim else -1 for x in (batch.values() if type(batch) is dict else batch)}
+    size = sizes.pop()
+    return None if sizes or size < 1 or (type(batch) is not dict and size == len(batch)) else size
+
+
 def describe_size(batch: Any) -> str:
     """For messages: "8 samples", or the numbers of a batch whose parts have their own."""
     parts = parts_of(batch)

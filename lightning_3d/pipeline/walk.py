@@ -24,7 +24,7 @@ from lightning_3d.pipeline.execution import (
 )
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.rng import Seeds
-from lightning_3d.pipeline.routes import Parcel, Routes
+from lightning_3d.pipeline.routes import Routes
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.stage import Logged
 
@@ -83,7 +83,7 @@ class Walk:
         self.logged: list[list[Logged]] = [[] for _ in range(count)]
         self.live_peak = 0
         self._live: dict[tuple[int, int], Live] = {}
-        self._due: list[Parcel] = []
+        self._posted = 0
 
     def run(
         self,
@@ -106,11 +106,13 @@ class Walk:
         last_backward = max((k for k, action in enumerate(mine) if action.kind in ("B", "W")), default=-1)
         self.channels.begin(routes)
         try:
+            if mine and routes.needs[mine[0]]:  # what others are to send first; they may be short of cores till then
+                self._settle()
             with self.program.run():
                 for k, action in enumerate(mine):
-                    self._due = routes.posts[k]
+                    self._number = k
                     if not routes.needs[action]:
-                        self._post()
+                        self._post(routes.due[k])
                     if self.on_action is not None:
                         self.on_action(action)
                     self._execute(action, before_last_backward if k == last_backward else None)
@@ -147,7 +149,10 @@ class Walk:
         if not needed:
             return []
         self._settle()
-        self._post()
+        due, ahead = self._routes.due[self._number], self._routes.ahead[self._number]
+        self._post(due)
+        if not self.channels.arrived(needed):
+            self._post(ahead)
         start = self._now()
         out: list[tuple[Vid, Tensor]] = []
         for parcel in needed:
@@ -155,12 +160,12 @@ class Walk:
         self._record(Action("wait", action.microbatch, action.stage), start)
         return out
 
-    def _post(self) -> None:
-        """Post receives, which takes a while: right before this stage has to wait anyway."""
-        due, self._due = self._due, []
-        if due:
+    def _post(self, count: int) -> None:
+        """Post receives till there are so many, which takes a while: best when this stage has to wait anyway."""
+        if self._posted < count:
             self._settle()
-            self.channels.post(due)
+            self.channels.post(self._routes.posts[self._posted : count])
+            self._posted = count
 
     def _settle(self) -> None:
         """Stages that cannot begin yet wait here, and the first one has a forward behind it: nobody loses time."""
