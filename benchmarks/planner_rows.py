@@ -40,15 +40,29 @@ def whole(row: Row, column: str, default: int = 1) -> int:
     return default if found is None else int(found)
 
 
+_VOCAB = 51200
+"""GPT-2's, padded: of rows that print none."""
+
+
 def shape_of(row: Row) -> ModelShape | None:
     """The model, if the row prints its sizes."""
     if not all(number(row, c) for c in ("layers", "hidden")):
         return None
+    shape = _shape(row, whole(row, "vocab", _VOCAB))
+    rate, tokens = number(row, "tflops_per_gpu"), number(row, "tokens_per_s_per_gpu")
+    if row["vocab"] or not rate or not tokens or "P-P_emb_in" not in row["tflops_convention"]:
+        return shape
+    # not printed, but it is in the operations per token that the source counted
+    missing = rate * 1e12 / tokens - shape.flops_per_token(whole(row, "seq_len"), causal=False)
+    vocab = _VOCAB + round(missing / (6 * shape.hidden))
+    return _shape(row, vocab) if vocab > 2 * _VOCAB else shape
+
+
+def _shape(row: Row, vocab: int) -> ModelShape:
     layers, hidden = whole(row, "layers"), whole(row, "hidden")
     heads = whole(row, "heads", whole(row, "kv_heads", max(1, hidden // 128)))
     gated = "SwiGLU" in row["arch"]
     tp = whole(row, "tp")
-    vocab = whole(row, "vocab", 51200)
     if "Megatron" in row["framework"] or row["source"] in ("megatron_golden", "megatron_estimator", "bigscience"):
         vocab = -(-vocab // (128 * tp)) * 128 * tp
     biases = not gated and "MPT" not in row["model"]

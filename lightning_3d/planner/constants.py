@@ -52,7 +52,7 @@ class Generation:
 
 GENERATIONS: dict[str, Generation] = {
     "volta": Generation(
-        80, 0.85, 0.0, 0.0, 0.0, 0.80, 0.40, 0.34, 0.30, 0.80, 0.0, 45e-6, 200e-6, 30e6, 0.70, 40e-6
+        80, 0.90, 0.0, 0.0, 0.0, 0.88, 0.40, 0.34, 0.40, 0.80, 0.0, 45e-6, 200e-6, 30e6, 0.70, 40e-6
     ),
     "ampere": Generation(
         108, 0.86, 0.0, 0.0, 0.0, 0.88, 0.70, 0.59, 0.53, 0.785, 0.0, 45e-6, 200e-6, 30e6, 0.64, 30e-6
@@ -110,6 +110,8 @@ class Software:
         data_inside: Whether replicas of a stage are neighbours (Megatron's order of axes), or stages of a replica are.
         scatter: Whether tensor-parallel ranks send a part of a stage's message each.
         gathers_once: Whether ZeRO-3 in a pipeline gathers once for all microbatches.
+        shard_host: Seconds, per layer and replica, in which the CPU launches the copies of every parameter's shards,
+            where ZeRO 1 and 2 scatter and gather lists of them in place of one buffer.
         reduces_whole: Whether ZeRO 1 reduces whole gradients on every rank, as without ZeRO.
         fused_gate: Whether a gated MLP keeps three activations, or four.
         keeps_gathered: Whether sequence parallelism keeps the gathered inputs of linear layers for the backward.
@@ -142,6 +144,7 @@ class Software:
     data_inside: bool = False
     scatter: bool = False
     gathers_once: bool = False
+    shard_host: float = 0.0
     reduces_whole: bool = False
     fused_gate: bool = True
     keeps_gathered: bool = False
@@ -215,7 +218,7 @@ SOFTWARE: dict[str, Software] = {
     ),
     "torchtitan-compile": Software(gathers_once=True, logits=14.0, ring=0.6, elementwise=0.8, speed=0.84),
     "torchtitan-async": Software(
-        gathers_once=True, logits=14.0, ring=0.6, elementwise=0.8, tensor_overlap=0.45, speed=0.84
+        gathers_once=True, logits=14.0, ring=0.6, elementwise=0.8, tensor_overlap=0.35, speed=0.84
     ),
     # FSDP2 with DTensor, logits gathered (KempnerForge)
     "dtensor": Software(
@@ -232,7 +235,14 @@ SOFTWARE: dict[str, Software] = {
         gathers_once=True, logits=14.0, whole_logits=True, ring=0.6, elementwise=0.8, speed=0.89
     ),
     "nanotron": Software(
-        fused_gate=False, logits=9.0, reserve=0.12, elementwise=0.95, host=300e-6, data_overlap=0.5, speed=0.95
+        fused_gate=False,
+        logits=9.0,
+        reserve=0.12,
+        elementwise=0.95,
+        host=300e-6,
+        data_overlap=0.5,
+        speed=0.95,
+        shard_host=48e-6,  # six parameters of a layer, scattered and gathered, 4 us for a launch
     ),
 }
 

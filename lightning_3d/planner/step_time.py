@@ -304,6 +304,8 @@ def _of_stage(run: Run, params: float, layers: int, seconds: Seconds) -> tuple[f
     times = run.candidate.microbatches if layout.zero == 2 else 1
     exposed = times * _not_hidden(reduce, backward, software.data_overlap, pieces)
     gather = takes("all_gather", min(recipe.weight, 4), pieces) if layout.zero else 0.0
+    if layout.zero:
+        update += software.shard_host * layers * group.size
     exposed += _not_hidden(gather, forward, software.gather_overlap, pieces)
     return exposed, times * reduce + gather - exposed, update
 
