@@ -221,17 +221,19 @@ class _Graph:
     """
 
     def __init__(self, roots: Sequence[Node], leaves: set[int]) -> None:
-        self._order = _after_children(roots)
+        self._edges: dict[Node, list[tuple[Node, int]]] = {}  # asked for once: each time costs a new Python object
+        self._order = self._after_children(roots)
         self.to_leaf: set[Node] = set()
         self._variables: dict[Node, Tensor] = {}
         for node in self._order:
-            if node.name() == _LEAF:
+            edges = self._edges[node]
+            if not edges and node.name() == _LEAF:
                 variable = node.variable  # type: ignore[attr-defined]
                 if id(variable) in leaves:
                     self.to_leaf.add(node)
                 else:
                     self._variables[node] = variable
-            elif any(child in self.to_leaf for child, _ in _edges(node)):
+            elif any(child in self.to_leaf for child, _ in edges):
                 self.to_leaf.add(node)
 
     def divide(self) -> tuple[list[_Branch], dict[int, Tensor]]:
@@ -239,8 +241,9 @@ class _Graph:
         parents: dict[tuple[Node, int], list[Node]] = defaultdict(list)
         others: set[tuple[Node, int]] = set()
         for node in self._order:
-            for child, number in _edges(node):
-                if node not in self.to_leaf:
+            to_leaf = node in self.to_leaf
+            for child, number in self._edges[node]:
+                if not to_leaf:
                     others.add((child, number))
                 elif child not in self.to_leaf:
                     parents[child, number].append(node)
@@ -250,7 +253,7 @@ class _Graph:
             if len(of) == 1
             and (_is_product(of[0]) or _can_wait(of[0]))
             # hooks on an expression of weights that is also used elsewhere want the sum of all ways
-            and (key not in others or key[0].name() == _LEAF)
+            and (key not in others or key[0] in self._variables)
         }
         while True:
             now: dict[int, Tensor] = {}
@@ -265,12 +268,33 @@ class _Graph:
 
     def _own(self, node: Node) -> list[Tensor]:
         """Weights behind the branches of a node."""
-        return self.weights_behind(child for child, _ in _edges(node) if child not in self.to_leaf)
+        return self.weights_behind(child for child, _ in self._edges[node] if child not in self.to_leaf)
 
     def weights_behind(self, starts: Iterable[Node]) -> list[Tensor]:
         """Weights reached from nodes that no received value is reached from."""
-        found = [node for node in _after_children(list(starts)) if node in self._variables]
+        found = [node for node in self._after_children(list(starts)) if node in self._variables]
         return [self._variables[node] for node in found]
+
+    def _after_children(self, roots: Sequence[Node]) -> list[Node]:
+        """All nodes reached from the roots, every node after those it leads to."""
+        order: list[Node] = []
+        seen: set[Node] = set()
+        stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                order.append(node)
+            elif node not in seen:
+                seen.add(node)
+                edges = self._edges.get(node)
+                if edges is None:
+                    edges = self._edges[node] = [(child, n) for child, n in node.next_functions if child is not None]
+                if not edges:
+                    order.append(node)
+                    continue
+                stack.append((node, True))
+                stack.extend((child, False) for child, _ in edges if child not in seen)
+        return order
 
 
 def _is_product(node: Node) -> bool:
@@ -279,26 +303,6 @@ def _is_product(node: Node) -> bool:
 
 def _can_wait(node: Node) -> bool:
     return getattr(getattr(node, "_forward_cls", None), "weights_can_wait", False)
-
-
-def _edges(node: Node) -> list[tuple[Node, int]]:
-    return [(child, number) for child, number in node.next_functions if child is not None]
-
-
-def _after_children(roots: Sequence[Node]) -> list[Node]:
-    """All nodes reached from the roots, every node after those it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in _edges(node) if child not in seen)
-    return order
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
