@@ -50,8 +50,11 @@ class Layout:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{LONG_NAMES[name]} is {size!r}; it must be an integer of at least 1.")
-        if self.zero not in (0, 1, 2, 3):
-            raise LayoutError(f"zero_stage is {self.zero!r}; ZeRO has the stages 0, 1, 2 and 3.")
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
+            raise LayoutError(
+                f"zero_stage is {self.zero!r}; ZeRO has the stages 0, 1, 2 and 3: 1 shares the optimizer's state over "
+                "the replicas, 2 gradients, too, and 3 parameters, too."
+            )
         if self.schedule == "zero_bubble":
             object.__setattr__(self, "schedule", "zb_h1")
         if self.schedule not in SCHEDULES and not self.schedule_is_file:

@@ -1,15 +1,15 @@
 """WHAT do norm functions that user code calls find?  The mesh's gradient, though they see one rank's.
 
 User code has bound such functions by many names before a run begins, so what all names lead to is replaced while a
-`fit` runs: in torch the function that `clip_grad_norm_` looks up, in Lightning's `grad_norm` its code. Several runs of
-a process may be open; the one whose parameters they are answers.
+`fit` runs: their code. Several runs of a process may be open; the one whose parameters they are answers.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,9 @@ from torch.nn.utils import clip_grad
 
 
 class GlobalTorchNorm:
-    """While installed, `torch.nn.utils.clip_grad_norm_` on the module's parameters uses the norm of the whole mesh.
+    """While installed, torch's norms of the module's gradients are those of the whole mesh.
+
+    `torch.nn.utils.clip_grad_norm_` and `get_total_norm` (whose result `clip_grads_with_norm_` takes) are one function.
 
     Args:
         norm: (gradients, norm type) -> the mesh's norm, or None where these gradients are not the module's.
@@ -32,28 +34,31 @@ class GlobalTorchNorm:
 
     def install(self) -> None:
         self.installed.append(self)
-        clip_grad._get_total_norm = _total_norm
+        vars(clip_grad)["_of_the_mesh"] = _total_norm
+        _torch_norm.__code__ = _total_of_the_mesh.__code__
 
     def remove(self) -> None:
         if self in self.installed:
             self.installed.remove(self)
         if not self.installed:
-            clip_grad._get_total_norm = _local_total_norm
+            _torch_norm.__code__ = _local_total_norm.__code__
+            vars(clip_grad).pop("_of_the_mesh", None)
 
 
-_local_total_norm: Callable[..., Tensor] = clip_grad._get_total_norm
+_torch_norm: Any = inspect.unwrap(clip_grad._get_total_norm)  # torch runs it without recording gradients
+_local_total_norm: Any = FunctionType(
+    _torch_norm.__code__, _torch_norm.__globals__, _torch_norm.__name__, _torch_norm.__defaults__
+)
 
 
 def _total_norm(
-    tensors: Tensor | Iterable[Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    tensors: Tensor | Iterable[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    norm = _first(each.norm(given, float(norm_type)) for each in reversed(GlobalTorchNorm.installed))
+    norm: Tensor | None = _first(each.norm(given, float(norm_type)) for each in reversed(GlobalTorchNorm.installed))
     if norm is None:
-        return _local_total_norm(given, norm_type, error_if_nonfinite, foreach)
+        local: Tensor = _local_total_norm(given, norm_type, error_if_nonfinite, foreach)
+        return local
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -61,6 +66,11 @@ def _total_norm(
             "`error_if_nonfinite=False`"
         )
     return norm
+
+
+def _total_of_the_mesh(tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False, foreach: Any = None) -> Any:
+    """Its code runs as torch's function, with that module's globals."""
+    return _of_the_mesh(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[name-defined]  # noqa: F821
 
 
 class GlobalGradNorm:

@@ -142,6 +142,7 @@ class SetUp(Saving):
         if self._settings.offload_optimizer:
             check_offload(self.optimizers, self.mesh.device, getattr(self.precision_plugin, "scaler", None))
         # by hand, batches are accumulated where `sync_grad=False`, and zeroed by whoever likes
+        self._check_optimizers()
         self.engine.shard(self.optimizers, watched, keeps or not module.automatic_optimization)
         self._norms = [
             GlobalTorchNorm(partial(norm_of, self.engine)),
@@ -196,6 +197,29 @@ class SetUp(Saving):
                 "going through a set (its order differs between processes), and for code that depends on the rank."
             ) from None
 
+    def _check_optimizers(self) -> None:
+        """Ranks reduce together what their optimizers hold; the order is each rank's own."""
+        names = self.engine.names
+        held: list[tuple[int, str]] = sorted(
+            (index, names[id(parameter)])
+            for index, optimizer in enumerate(self.optimizers)
+            for group in unwrapped(optimizer).param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        )
+        try:
+            agree("what optimizers hold", held, self.mesh.world)
+        except ConfigurationError:
+            ranks = self.mesh.world.all_gather_object(held)
+            index, name = next(each for found in ranks for each in found if any(each not in other for other in ranks))
+            having = [rank for rank, found in enumerate(ranks) if (index, name) in found]
+            raise ConfigurationError(
+                f"optimizer {index} holds parameter {name!r} on ranks {having} and not on the other ones, so they "
+                "would wait for each other's gradients. All ranks must optimize the same parameters. Look in "
+                "configure_optimizers, and where requires_grad is set, for code that depends on the rank or on "
+                "random numbers that are not seeded."
+            ) from None
+
     def _build(self, trainer: Any, module: Any) -> None:
         settings = dataclasses.replace(self._settings, forward_context=lambda: self.precision_plugin.forward_context())
         engine = Engine(module, self.mesh, settings)
@@ -227,7 +251,35 @@ class SetUp(Saving):
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.batch_to_device(batch, dataloader_idx=0)
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        found: list[Optimizer] = super().optimizers
+        return found
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Lightning's loop sets them once per run; `trainer.optimizers = ...` in a hook comes here, too."""
+        if not {id(unwrapped(each)) for each in optimizers} <= {id(unwrapped(each)) for each in self.optimizers}:
+            self._check_replaceable()
+        lightnings: Any = super(SetUp, type(self)).optimizers
+        lightnings.fset(self, optimizers)
+
+    def _check_replaceable(self) -> None:
+        if not self._is_set_up or self._engine is None or self._engine.zero is None:
+            return
+        layout = self.mesh.layout
+        shared = layout.dp > 1 and layout.zero > 0
+        if shared or any(slot.held is not slot.parameter for slot in self._zero.slots.values()):
+            why = f"zero_stage={layout.zero} has divided their state" if shared else "they step on copies of parameters"
+            raise ConfigurationError(
+                f"the optimizers were replaced while fit runs, but {why} at its start, and new ones would get no "
+                "gradients. Change the ones there are: learning rates and other numbers in `optimizer.param_groups`, "
+                "`optimizer.add_param_group(...)`, `optimizer.state.clear()` to begin anew. Or call trainer.fit once "
+                "per optimizer, or use zero_stage=0 (with precision='bf16-true' also master_weights=False)."
+            )
+
     def setup_optimizers(self, trainer: Any) -> None:
+        self._check_replaceable()
         if self._engine is not None and self._engine.zero is not None:
             self._zero.release()
         super().setup_optimizers(trainer)

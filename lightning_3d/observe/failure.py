@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -24,6 +25,8 @@ _OF_OTHERS = ("connection closed", "connection reset", "broken pipe", "connectio
 """What the errors speak of that a rank gets when another one is gone."""
 _FIRST = 1.5
 """Seconds such an error waits for its cause to be known."""
+_SAYS = 400
+"""Characters of an error that other ranks repeat."""
 
 
 class FailureWatch:
@@ -77,7 +80,8 @@ class FailureWatch:
         """Tell the other ranks. The first report of a run wins; a later one is likely its consequence, and says so."""
         self._failed_here = True
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-12:])
-        message = f"rank {self._rank} ({self._describe}) failed:\n{text}"
+        says = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
+        message = f"rank {self._rank} ({self._describe}) failed: {textwrap.shorten(says, _SAYS)}\n{text}"
         try:
             if any(word in str(error).lower() for word in _OF_OTHERS):
                 self._await_cause()
@@ -88,9 +92,8 @@ class FailureWatch:
             return
         # what set-up refuses, every rank refuses
         if first != message and not isinstance(error, ConfigurationError):
-            lines = first.strip().splitlines()
-            says = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
-            note = f"lightning_3d: another rank failed first, this error may be a consequence: {says}"
+            cause = first.partition("\n")[0]
+            note = f"lightning_3d: another rank failed first, this error may be a consequence: {cause}"
             print(note, file=sys.stderr, flush=True)
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(note)

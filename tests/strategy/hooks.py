@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.utilities import grad_norm
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.testing import full_parameters
@@ -42,6 +42,12 @@ def replaced_before_step(self: Any, optimizer: Any) -> None:
 
 def clipped_by_torch(self: Any, optimizer: Any) -> None:
     clip_grad_norm_(self.parameters(), 0.05)
+
+
+def clipped_in_two_calls(self: Any, optimizer: Any) -> None:
+    """What clip_grad_norm_ is made of, as code does that logs the norm."""
+    held = [p for p in self.parameters() if p.grad is not None]
+    clip_grads_with_norm_(held, 0.05, get_total_norm([p.grad for p in held]))
 
 
 def scaled_by_norms(self: Any, optimizer: Any) -> None:
@@ -129,6 +135,7 @@ CASES: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     ),
     "replaced, then clipped by norm": ({"on_before_optimizer_step": replaced_before_step}, {"gradient_clip_val": 0.05}),
     "torch's clip_grad_norm_": ({"on_before_optimizer_step": clipped_by_torch}, {}),
+    "torch's get_total_norm": ({"on_before_optimizer_step": clipped_in_two_calls}, {}),
     "Lightning's grad_norm": ({"on_before_optimizer_step": scaled_by_norms}, {}),
     "the same on the optimizer's": ({"on_before_optimizer_step": clipped_as_the_optimizer_sees_them}, {}),
     "parameters read before the backward": ({"on_before_backward": reads_all}, {}),

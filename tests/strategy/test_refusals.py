@@ -47,6 +47,7 @@ TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
         ({"strict_tensor_parallel": 0.5}, ["strict_tensor_parallel=0.5", "tensor_parallel_size=1"]),
         ({"tensor_parallel_size": 2, "strict_tensor_parallel": 90}, ["strict_tensor_parallel is 90", "from 0 to 1"]),
         ({"zero_stage": 4}, ["zero_stage is 4", "0, 1, 2 and 3"]),
+        ({"zero_stage": True}, ["zero_stage is True", "0, 1, 2 and 3"]),
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"}, ["virtual_pipeline_size=2"]),
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "1fb1"}, ["1fb1", "Did you mean '1f1b'"]),
         ({"pipeline_parallel_size": 2, "num_microbatches": 0}, ["num_microbatches is 0", "at least 1"]),
@@ -189,6 +190,21 @@ class RankBranch(models.LitGPT):
         return logits
 
 
+class OptimizerReplaced(models.LitMLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class SetUpAgain(models.LitMLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class OptimizerByRank(models.LitMLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(list(self.parameters())[: 3 + self.global_rank], lr=0.1)
+
+
 class OwnSamples(models.LitMLP):
     """Every rank makes its own data, as a dataset that looks at the global rank does."""
 
@@ -236,6 +252,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "adafactor": (WholeMatrix, {"tensor_parallel_size": 2}, ["Adafactor", "net.10.bias", "tensor_parallel_size=1"]),
     "averaging": (Averaged, {"pipeline_parallel_size": 2}, ["StochasticWeightAveraging", "2 pipeline stages"]),
     "float32_gradients": (models.LitMLP, {"float32_gradients": True}, ["has no effect", "bf16-true"]),
+    "optimizer_by_rank": (OptimizerByRank, {}, ["optimizer 0 holds parameter", "on ranks [1]", "same parameters"]),
+    "optimizer_replaced": (OptimizerReplaced, {}, ["replaced while fit runs", "zero_stage=1", "add_param_group"]),
+    "optimizers_set_up_again": (SetUpAgain, {"zero_stage": 3}, ["replaced while fit runs", "zero_stage=3"]),
     "averaging_zero3": (Averaged, {"zero_stage": 3}, ["StochasticWeightAveraging", "zero_stage=2"]),
     "pruning": (Pruned, {"tensor_parallel_size": 2}, ["ModelPruning", "zero_stage=0"]),
     "pruning_zero": (Pruned, {}, ["ModelPruning", "zero_stage=0"]),
@@ -311,7 +330,7 @@ class Failing(models.LitMLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 1 and self.global_rank == 1:
-            raise RuntimeError("the disk is full")
+            raise RuntimeError("the disk is full:\n\t0 bytes left")
         return loss
 
 
@@ -338,6 +357,7 @@ def test_one_rank_that_fails_ends_all(arguments: dict[str, Any], linger: bool) -
     assert time.monotonic() - begin < 30
     # rank 0 waits in a collective that never completes: it is ended by its own watch, not by the harness
     assert ("exit code 1 and no result" if linger else "another rank failed first") in str(error.value)
+    assert linger or "failed: RuntimeError: the disk is full: 0 bytes left" in str(error.value)
 
 
 def test_views_of_parameters_that_will_go_stale_are_named() -> None:
