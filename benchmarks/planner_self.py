@@ -35,7 +35,7 @@ STEPS = 6
 AXES = ("tp", "pp", "dp")
 
 
-def gpt_module() -> Any:
+def gpt_module(**sizes: int) -> Any:
     """The example's module, logging nothing (a logged value is one more all-reduce)."""
     file = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
     spec = importlib.util.spec_from_file_location("train_gpt", file)
@@ -49,7 +49,7 @@ def gpt_module() -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self._loss(batch)
 
-    return Quiet(width=WIDTH, layers=LAYERS, heads=8, sequence=SEQUENCE)
+    return Quiet(**{"width": WIDTH, "layers": LAYERS, "heads": 8, "sequence": SEQUENCE, **sizes})
 
 
 class Watch(L.Callback):

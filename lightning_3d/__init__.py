@@ -11,9 +11,10 @@ from lightning_3d.callbacks import GradientNorm, PipelineTimeline
 from lightning_3d.layout import Layout
 from lightning_3d.planner import plan
 from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.training_cli import ThreeDCLI
 from lightning_3d.verify import explain, verify
 
 ThreeDStrategy.register_strategies(StrategyRegistry)
 
 __version__ = "0.1.0"
-__all__ = ["GradientNorm", "Layout", "PipelineTimeline", "ThreeDStrategy", "explain", "plan", "verify"]
+__all__ = ["GradientNorm", "Layout", "PipelineTimeline", "ThreeDCLI", "ThreeDStrategy", "explain", "plan", "verify"]

@@ -9,12 +9,11 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_3d.errors import ConfigurationError, near, not_yet
+from lightning_3d.errors import ConfigurationError, LayoutError, near, not_yet
 from lightning_3d.layout import LONG_NAMES, Layout
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.recompute import check_choice, check_modes
 from lightning_3d.settings import Settings
-from lightning_3d.values import check_values
 
 
 class CheckedArguments(abc.ABCMeta):
@@ -38,12 +37,11 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def check_effect(layout: Layout, settings: Settings) -> None:
-    """Refuse values of the wrong kind, and settings without effect.
+    """Refuse settings without effect.
 
     Raises:
         ConfigurationError: Names the setting and the way out.
     """
-    check_values(settings)
     check_choice(settings.activation_checkpointing, layout.pp)
     microbatches = settings.num_microbatches
     pipeline = {
@@ -62,7 +60,7 @@ def check_effect(layout: Layout, settings: Settings) -> None:
             )
         )
     tensor = {
-        "sequence_parallel=True": settings.sequence_parallel,
+        "sequence_parallel=True": bool(settings.sequence_parallel),
         f"tensor_parallel_plan={settings.tensor_parallel_plan!r}": settings.tensor_parallel_plan != "auto",
         f"strict_tensor_parallel={settings.strict_tensor_parallel}": settings.strict_tensor_parallel is not None,
         "exact_dropout=True": settings.exact_dropout,
@@ -79,6 +77,21 @@ def check_effect(layout: Layout, settings: Settings) -> None:
         )
     if layout.pp > 1:
         _check_pipeline(layout, settings)
+
+
+def check_machines(layout: Layout, machines: int, per_machine: int, cross: bool) -> None:
+    """Refuse tensor-parallel ranks on different machines, unless the user wants them there.
+
+    Raises:
+        LayoutError: With the sizes and the way out.
+    """
+    if machines > 1 and per_machine % layout.tp and not cross:
+        raise LayoutError(
+            f"tensor_parallel_size={layout.tp} does not fit into machines of {per_machine} devices: "
+            "its all-reduces (several per layer) would cross the network, which is 10 to 30 times slower than the "
+            "links inside a machine. Use a divisor of the devices per machine and more pipeline stages, or set "
+            "allow_cross_node_tensor_parallel=True."
+        )
 
 
 def check_loss_weighting(value: Any) -> None:

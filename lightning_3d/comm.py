@@ -290,6 +290,12 @@ class ProcessCommunicator(Communicator):
         self.all_reduce(torch.zeros(1, device=self.device)).cpu()
 
 
+def world_communicator(device: torch.device, ledger: Ledger | None = None) -> ProcessCommunicator:
+    """All processes of the run, which are there before a mesh is."""
+    assert dist.group.WORLD is not None
+    return ProcessCommunicator("world", dist.group.WORLD, device, ledger)
+
+
 # -- beside the mesh, for who watches a run
 StoreError = dist.DistError
 """What a store raises once the process that hosts it is gone."""

@@ -137,7 +137,7 @@ class Construction:
             lambda module: step_on(module, batch),
             self.layout.tp,
             overrides=None if isinstance(overrides, str) else overrides,
-            sequence=self.settings.sequence_parallel,
+            sequence=bool(self.settings.sequence_parallel),
             strict=self.settings.strict_tensor_parallel,
         )
         for text in self.tensor_plan.whole_heads() if self.mesh.rank == 0 else ():

@@ -1,11 +1,12 @@
-"""HOW do the weights come back from processes Lightning started itself (`start_method="fork"` or `"spawn"`)?
+"""HOW do weights and the layout come back from processes that Lightning started (`start_method="fork"` or `"spawn"`)?
 
 Lightning sends rank zero's `state_dict` to the main process. Here rank zero holds a part of the model, so all ranks
-assemble the whole first.
+assemble the whole first. A layout that was chosen there is kept for the next call of the same Trainer.
 """
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _Base
 else:
     _Base = object
+
+_CHOICE = "lightning_3d"
 
 
 class WholeWeights(_Base):
@@ -27,6 +30,14 @@ class WholeWeights(_Base):
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             module.__dict__.pop("state_dict", None)
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        # as bytes: Lightning looks into everything else for tensors
+        return {**super().get_extra_results(trainer), _CHOICE: pickle.dumps(trainer.strategy.choice)}
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        trainer.strategy.choice = pickle.loads(extra[_CHOICE])
 
 
 class WholeWeightsLauncher(WholeWeights, _MultiProcessingLauncher):

@@ -120,24 +120,7 @@ class Layout:
         Raises:
             LayoutError: A part is not known.
         """
-        values: dict[str, int | str] = {}
-        for part in text.strip().lower().split("-"):
-            if part in SCHEDULES:
-                key, value = "schedule", part
-            elif part in get_args(Order):
-                key, value = "order", part
-            else:
-                match = re.fullmatch(r"(tp|pp|dp|cp|ep|zero|v)(\d+)", part)
-                if match is None:
-                    raise LayoutError(
-                        f"layout {text!r}: cannot read {part!r}. A layout is written like 'tp2-pp2-dp2-zero1-1f1b', "
-                        f"with sizes tp, pp, dp, cp, ep, zero, v and a schedule out of {', '.join(SCHEDULES)}."
-                    )
-                key, value = {"v": "virtual"}.get(match[1], match[1]), match[2]
-            if key in values:
-                raise LayoutError(f"layout {text!r} gives {key} twice.")
-            values[key] = value if key in ("schedule", "order") else int(value)
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**read_parts(text))  # type: ignore[arg-type]
 
     def with_world_size(self, world_size: int) -> Layout:
         """The same layout with dp chosen so that it uses `world_size` processes.
@@ -177,6 +160,32 @@ class Layout:
             raise not_yet(f"expert_parallel_size={self.ep}", "Use tensor_parallel_size to share the experts.")
 
 
+def read_parts(text: str) -> dict[str, int | str]:
+    """The fields of `Layout` that a text like `"tp2-pp2"` gives.
+
+    Raises:
+        LayoutError: A part is not known, or there twice.
+    """
+    values: dict[str, int | str] = {}
+    for part in text.strip().lower().split("-"):
+        if part in SCHEDULES:
+            key, value = "schedule", part
+        elif part in get_args(Order):
+            key, value = "order", part
+        else:
+            match = re.fullmatch(r"(tp|pp|dp|cp|ep|zero|v)(\d+)", part)
+            if match is None:
+                raise LayoutError(
+                    f"layout {text!r}: cannot read {part!r}. A layout is written like 'tp2-pp2-dp2-zero1-1f1b', "
+                    f"with sizes tp, pp, dp, cp, ep, zero, v and a schedule out of {', '.join(SCHEDULES)}."
+                )
+            key, value = {"v": "virtual"}.get(match[1], match[1]), match[2]
+        if key in values:
+            raise LayoutError(f"layout {text!r} gives {key} twice.")
+        values[key] = value if key in ("schedule", "order") else int(value)
+    return values
+
+
 LONG_NAMES = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
@@ -185,4 +194,6 @@ LONG_NAMES = {
     "ep": "expert_parallel_size",
     "zero": "zero_stage",
     "virtual": "virtual_pipeline_size",
+    "schedule": "pipeline_schedule",
+    "order": "virtual_pipeline_order",
 }

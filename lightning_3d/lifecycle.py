@@ -20,8 +20,6 @@ from lightning_3d.data import (
     stand_in_for_empty,
 )
 from lightning_3d.norms import GlobalGradNorm, GlobalTorchNorm
-from lightning_3d.observe.failure import FailureWatch
-from lightning_3d.observe.hang import HangReport
 from lightning_3d.observe.relay import LogCall, Relay
 from lightning_3d.precision import loss_scale
 from lightning_3d.probe import own_parameters
@@ -42,8 +40,7 @@ class Lifecycle(SetUp):
     def _init_lifecycle(self) -> None:
         self._accumulating = False
         self._planning = False
-        self._watch: FailureWatch | None = None
-        self._hang: HangReport | None = None
+        self._init_processes()
         self._init_saving()
         self._checked: set[str] = set()
         self._relay: Relay | None = None
@@ -51,37 +48,7 @@ class Lifecycle(SetUp):
         self._skips: Skips | None = None
         self._surroundings = Surroundings()
 
-    # -- failures
-    def _watch_failures(self) -> None:
-        """A rank that fails ends all of them."""
-        mesh = self.mesh
-        if mesh.layout.world_size == 1:
-            return
-        where = f"data-parallel replica {mesh.at.dp}, stage {mesh.at.pp}, tensor-parallel rank {mesh.at.tp}"
-        self._watch = FailureWatch.on_default_group(mesh.rank, where)
-        self._watch.start()
-        if self._settings.hang_report_after is not None:
-            self._hang = HangReport.on_default_group(mesh, self._settings.hang_report_after)
-            self._hang.start()
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        if self._hang is not None:
-            self._hang.stop()
-            self._hang = None
-
-    def on_exception(self, exception: BaseException) -> None:
-        if self._watch is not None:
-            self._watch.report(exception)
-
     # -- data
-    def _follow_replicas_in_sampling(self) -> None:
-        """With one replica every rank reads the user's loader as it is; Lightning would shuffle it."""
-        if self.mesh.layout.dp == 1:
-            self._module.trainer._accelerator_connector.use_distributed_sampler = False
-
     def process_dataloader(self, dataloader: object) -> object:
         mesh = self.mesh
         loader = fit_loader_to_replicas(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.comm import Communicator, Ledger, ProcessCommunicator
+from lightning_3d.comm import Communicator, Ledger, ProcessCommunicator, world_communicator
 from lightning_3d.layout import AXES, Layout
 
 
@@ -92,8 +92,7 @@ class Mesh:
         else:
             self.forward = self.backward = self.pipeline
         self.replica = self._lines(["pp", "cp", "tp"], "replica")
-        assert dist.group.WORLD is not None
-        self.world = ProcessCommunicator("world", dist.group.WORLD, device, self.ledger)
+        self.world = world_communicator(device, self.ledger)
         # groups of their own on the CPU, too: flags are exchanged while reductions are under way, of which a rank may
         # have started more than another
         self.control = self._lines(["dp"], "control", backend="gloo")

@@ -218,8 +218,12 @@ def find_blocks(module: nn.Module) -> list[str]:
     return list(found.values())
 
 
-def check_choice(choice: Choice, stages: int) -> None:
+def check_choice(choice: Choice, stages: int | None = None) -> None:
     """What can be said without the model.
+
+    Args:
+        choice: The user's.
+        stages: How many there are; None: not known yet.
 
     Raises:
         ConfigurationError: An unknown mode, or a list of the wrong length.
@@ -227,7 +231,7 @@ def check_choice(choice: Choice, stages: int) -> None:
     if choice is None:
         return
     modes = check_modes(choice)
-    if not isinstance(choice, (str, Mapping)) and len(modes) != stages:
+    if stages is not None and not isinstance(choice, (str, Mapping)) and len(modes) != stages:
         raise ConfigurationError(
             f"activation_checkpointing is a list of {len(modes)} modes, but there are {stages} pipeline stages: "
             "give one mode per stage, the stage with the embedding first, or a single mode for all of them."

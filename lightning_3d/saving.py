@@ -11,17 +11,15 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_3d.built import Built
 from lightning_3d.deferred import is_deferred
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.settings import Settings
+from lightning_3d.processes import Processes
 
 
-class Saving(Built):
+class Saving(Processes):
     """Saves and loads; the checkpoint room is imported when it is needed."""
 
     _save_distributed: bool
-    _settings: Settings
 
     def _init_saving(self) -> None:
         self._pending: tuple[dict[str, Any], bool] | None = None
@@ -110,7 +108,9 @@ class Saving(Built):
         if self._engine is None:
             module = self._module
             later = any(t.is_meta or is_deferred(t) for t in (*module.parameters(), *module.buffers()))
-            if later or (PATH_KEY in checkpoint and self.mesh.layout.replica_size > 1):
+            # while the layout is not chosen every rank reads all: the module is whole, and may stay so
+            parted = self._layout is not None and self._layout.replica_size > 1
+            if later or (PATH_KEY in checkpoint and parted):
                 self._pending = (dict(checkpoint), strict)
                 return
             # now, as Lightning does: callbacks may change it again (averages)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
@@ -13,22 +14,32 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.arguments import check_effect
+from lightning_3d.choosing import Chosen, Question, check_can_be_cut, check_can_choose, choose, refusal
 from lightning_3d.data import broadcast_batch, first_batch, random_state_kept
 from lightning_3d.engine import Engine
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.gradients import clip, norm_of, norms_of, norms_while_planned
 from lightning_3d.layout import Layout
 from lightning_3d.norms import GlobalGradNorm, GlobalTorchNorm
-from lightning_3d.observe.hang import HangReport
+from lightning_3d.observe import show
 from lightning_3d.observe.metrics import attach_metrics
 from lightning_3d.observe.relay import Relay
 from lightning_3d.observe.results import join_results
 from lightning_3d.precision import make_clipping_global, make_scaler_global
-from lightning_3d.probe import agree
+from lightning_3d.probe import agree, metrics_alone
 from lightning_3d.recompute import find_blocks
 from lightning_3d.saving import Saving, unwrapped
+from lightning_3d.settings import Settings
 from lightning_3d.skipping import Skips, let_steps_be_skipped
-from lightning_3d.start_up import building_model, finish, forget_values, materialize_meta, settle
+from lightning_3d.start_up import (
+    building_model,
+    divides_parameters,
+    finish,
+    forget_values,
+    materialize_meta,
+    settle,
+)
 from lightning_3d.stopping import may_stop, stop_together
 from lightning_3d.suitability import (
     BACKWARD_HOOKS,
@@ -42,7 +53,7 @@ from lightning_3d.suitability import (
     warn_of_views,
 )
 from lightning_3d.surroundings import Surroundings
-from lightning_3d.tensor.recorded.eager import run_eagerly_around
+from lightning_3d.tensor.recorded.eager import eager_meanwhile, run_eagerly_around
 from lightning_3d.zero import check_offload, lend_swaps, release_former
 
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -51,10 +62,11 @@ _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_s
 class SetUp(Saving):
     """From `connect` to the first step."""
 
-    layout: Layout
     package: str
+    chosen: Chosen | None = None
+    """What `layout="auto"` came to, and why; there from `configure_optimizers` on."""
     _accumulating: bool
-    _hang: HangReport | None
+    _first_batch: Any = None
     _norms: list[GlobalTorchNorm | GlobalGradNorm]
     _planning: bool
     _relay: Relay | None
@@ -77,9 +89,13 @@ class SetUp(Saving):
         fitting = trainer.state.fn == "fit"
         first = self._engine is None or self._engine.module is not module
         if first:
-            self._examine(module)
+            self._prepare(module)
+        if self._mesh is None:
+            self._stand(*self._choose(trainer, module))
+        if first:
+            check_is_python(module, self.layout)
         if fitting:
-            check_can_be_trained(module, self.mesh.layout, trainer.callbacks, self._settings.num_microbatches)
+            check_can_be_trained(module, self.layout, trainer.callbacks, self._settings.num_microbatches)
         if first:
             self._equalize(module)
         if fitting:
@@ -113,22 +129,30 @@ class SetUp(Saving):
         """Around `configure_model`, and `Trainer.init_module`: large parameters get their values when they are cut."""
         with (
             super().tensor_init_context(empty_init),
-            building_model(self.layout, self.root_device, self._mesh.world if self._mesh is not None else None),
+            building_model(self._may_divide, self.root_device, self._world),
         ):
             yield
 
-    def _examine(self, module: nn.Module) -> None:
-        """A module this strategy has not seen."""
-        layout = self.mesh.layout
+    @property
+    def _may_divide(self) -> bool:
+        """Whether a rank keeps less than the whole model. While the layout is not chosen it may."""
+        if self._layout is None:
+            return self.num_nodes * self.num_processes > 1
+        return divides_parameters(self._layout)
+
+    def _prepare(self, module: nn.Module) -> None:
+        """A module this strategy has not seen: what does not depend on the layout."""
+        layout = self._layout
         release_former(module.parameters())
         check_is_made(module)
         check_is_whole(module)
-        check_is_python(module, layout)
-        if layout.replica_size > 1 or (layout.dp > 1 and layout.zero):
+        if layout is None or layout.replica_size > 1 or (layout.dp > 1 and layout.zero):
             check_owns_its_memory(module)
             warn_of_views(module)
-        if layout.dp > 1 and layout.zero == 3:
-            _uncompile_around_blocks(module)
+        self._check_order(module)
+        materialize_meta(module, self._may_divide, self.root_device)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
 
     def _divide_optimizers(self, trainer: Any, module: Any) -> None:
         """Over the replicas; hooks and functions of the user that look at gradients find whole ones."""
@@ -175,21 +199,81 @@ class SetUp(Saving):
 
     def _equalize(self, module: nn.Module) -> None:
         """Rank zero's weights, buffers and random state everywhere (scripts may not seed)."""
-        self._check_order(module)
-        materialize_meta(module, self.mesh.layout, self.root_device)
-        self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        if self.layout.dp > 1 and self.layout.zero == 3:
+            _uncompile_around_blocks(module)
         if self._layer_sync is not None:
             nn.SyncBatchNorm.convert_sync_batchnorm(module, self.mesh.data.group)
         world = self.mesh.world
         settle(module, self.mesh.layout, world, self._settings.verify is True)
         _set_rng_states(world.broadcast_object(_collect_rng_states(include_cuda=False), 0))
 
+    def _choose(self, trainer: Any, module: Any) -> tuple[Layout, Settings]:
+        """The layout that was left open: the best one of those that this run could be set up with."""
+        check_can_choose(trainer, module)
+        self._first_batch = batch = self._peek(trainer, "training_step")
+        question = Question(
+            module,
+            batch,
+            self._all_ranks,
+            self.root_device,
+            machines=self.num_nodes,
+            accumulate=trainer.accumulate_grad_batches,
+            precision=str(self.precision_plugin.precision),
+            asked=self._asked,
+            settings=self._settings,
+            refuses=refusal(
+                self._check_machines,
+                partial(check_effect, settings=dataclasses.replace(self._settings, verify="auto")),
+                partial(check_is_python, module),
+                partial(check_can_be_cut, batch),
+                lambda layout: check_can_be_trained(module, layout, trainer.callbacks, self._settings.num_microbatches),
+            ),
+        )
+        with (
+            random_state_kept(_collect_rng_states, _set_rng_states),
+            self._following_steps(),
+            eager_meanwhile(module),
+            metrics_alone(module),
+            self.precision_plugin.forward_context(),
+        ):
+            self.chosen = choose(question)
+        if self.is_global_zero:
+            show(self.chosen.text)
+        return self.chosen.layout, self.chosen.settings(self._settings)
+
+    @property
+    def choice(self) -> tuple[Layout, Settings, Chosen | None]:
+        """What another process needs to know of the layout."""
+        return self.layout, self._settings, self.chosen
+
+    @choice.setter
+    def choice(self, found: tuple[Layout, Settings, Chosen | None]) -> None:
+        self._layout, self._settings, self.chosen = found
+
+    def freeze(self, path: str | Path) -> Path:
+        """Write what `layout="auto"` came to as a file that LightningCLI takes (`fit --config FILE`); see `chosen`.
+
+        Args:
+            path: A .yaml file; rank zero writes it.
+
+        Raises:
+            ConfigurationError: Nothing was chosen (yet).
+        """
+        if self.chosen is None:
+            raise ConfigurationError(
+                "there is no choice to freeze: it is made in set-up (from on_fit_start on), with layout='auto'."
+            )
+        file = Path(path)
+        if self.is_global_zero:
+            where = "lightning_3d" if self.package == "lightning.pytorch" else "lightning_3d.pytorch_lightning"
+            self.chosen.write(file, f"{where}.ThreeDStrategy")
+        return file
+
     def _check_order(self, module: nn.Module) -> None:
         """Ranks pair parameters, buffers and optimizer groups by their order."""
         tensors = [*module.named_parameters(), *module.named_buffers()]
         try:
-            agree("the order of parameters", [(n, tuple(x.shape)) for n, x in tensors], self.mesh.world)
+            agree("the order of parameters", [(n, tuple(x.shape)) for n, x in tensors], self._all_ranks)
         except ConfigurationError:
             raise ConfigurationError(
                 f"the parameters and buffers of {type(module).__name__} are registered in another order, or with other "
@@ -225,28 +309,37 @@ class SetUp(Saving):
         engine = Engine(module, self.mesh, settings)
         step_name = _STEPS[trainer.state.fn.value]
         batch = self._peek(trainer, step_name) if engine.layout.replica_size > 1 else None
-        norms = GlobalGradNorm(self.package, norms_while_planned)
-        self._planning = True
-        norms.install()
-        try:
+        self._first_batch = None
+        with self._following_steps():
             engine.cut(step_name, batch)
-        finally:
-            norms.remove()
-            self._planning = False
         rank_zero_info(engine.summary())
         self._engine = engine
         self._relay = Relay(self.mesh.replica, self.mesh.replica_control, self.mesh.device)
         attach_metrics(module, self.mesh, self._relay)
 
+    @contextmanager
+    def _following_steps(self) -> Iterator[None]:
+        """Steps of the user run without values meanwhile: nothing is stepped, and norms are those of fakes."""
+        norms = GlobalGradNorm(self.package, norms_while_planned)
+        self._planning = True
+        norms.install()
+        try:
+            yield
+        finally:
+            norms.remove()
+            self._planning = False
+
     def _peek(self, trainer: Any, step_name: str) -> Any:
         """The first batch of rank zero, moved and converted as Lightning will, the same on all ranks."""
+        if self._first_batch is not None:  # the layout was chosen by it
+            return self._first_batch
         loop = getattr(trainer, f"{trainer.state.fn.value}_loop")
-        with random_state_kept(_collect_rng_states, _set_rng_states):
+        with random_state_kept(_collect_rng_states, _set_rng_states), self._looking_at_loaders():
             loaders = loop._data_source.dataloader()
             if step_name != "training_step" and isinstance(loaders, Sequence):
                 loaders = loaders[0]
             batch = first_batch(loaders)
-        batch = broadcast_batch(batch, self.mesh.world)
+        batch = broadcast_batch(batch, self._all_ranks)
         batch = self.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.batch_to_device(batch, dataloader_idx=0)

@@ -16,7 +16,7 @@ class Settings:
     """The arguments of the strategy that are no sizes; see there."""
 
     num_microbatches: int | str = "auto"
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
     tensor_parallel_plan: str | dict[str, str] = "auto"
     strict_tensor_parallel: float | None = None
     exact_dropout: bool = False

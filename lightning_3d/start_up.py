@@ -37,15 +37,15 @@ def divides_parameters(layout: Layout) -> bool:
 
 
 @contextmanager
-def building_model(layout: Layout, device: torch.device, world: Communicator | None) -> Iterator[None]:
+def building_model(divided: bool, device: torch.device, world: Communicator | None) -> Iterator[None]:
     """Around code that builds the model: large tensors get their values later.
 
     Args:
-        layout: Of the run; where every rank keeps the whole model, nothing is deferred.
+        divided: A rank may keep less than the whole model; otherwise nothing is deferred.
         device: Where the model will be.
         world: All ranks, if they run already: rank zero's random state counts. Collective then.
     """
-    if not divides_parameters(layout):
+    if not divided:
         yield
         return
     if world is not None:
@@ -54,9 +54,9 @@ def building_model(layout: Layout, device: torch.device, world: Communicator | N
         yield
 
 
-def materialize_meta(module: nn.Module, layout: Layout, device: torch.device) -> None:
-    """What the user built on the meta device gets values, or will get them."""
-    with building(device) if divides_parameters(layout) else nullcontext():
+def materialize_meta(module: nn.Module, divided: bool, device: torch.device) -> None:
+    """What the user built on the meta device gets values, or (`divided`) will get them."""
+    with building(device) if divided else nullcontext():
         materialize(module, device)
 
 

@@ -12,26 +12,22 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.arguments import CheckedArguments, check_effect, check_loss_weighting
-from lightning_3d.comm import Ledger, ProcessCommunicator
-from lightning_3d.data import random_state_kept
-from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.asked import Asked
+from lightning_3d.comm import Ledger
+from lightning_3d.exchange import Exchange
 from lightning_3d.gradients import gradient_norm
 from lightning_3d.launch import WholeWeightsLauncher
-from lightning_3d.layout import Layout
-from lightning_3d.lifecycle import Lifecycle
 from lightning_3d.memory import memory_report
-from lightning_3d.mesh import Mesh
+from lightning_3d.recompute import check_choice
 from lightning_3d.saving import unwrapped
 from lightning_3d.settings import Settings
-from lightning_3d.values import check_flags, check_processes
+from lightning_3d.values import check_flags, check_processes, check_values
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -39,7 +35,7 @@ else:
     _Base = object
 
 
-class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
+class ThreeDStrategyBase(Exchange, _Base, metaclass=CheckedArguments):
     """What both strategies share; see `lightning_3d.ThreeDStrategy`."""
 
     package = ""
@@ -49,20 +45,20 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
 
     def __init__(
         self,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
         data_parallel_size: int | Literal["auto"] = "auto",
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
-        zero_stage: int = 1,
+        zero_stage: int | None = None,
         master_weights: bool = True,
         float32_gradients: bool = False,
         offload_optimizer: bool = False,
         num_microbatches: int | Literal["auto"] = "auto",
-        pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"] | str = "1f1b",
-        virtual_pipeline_size: int = 1,
+        pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"] | str | None = None,
+        virtual_pipeline_size: int | None = None,
         virtual_pipeline_order: Literal["looped", "contiguous"] = "looped",
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = None,
         tensor_parallel_plan: Literal["auto"] | dict[str, str] = "auto",
         strict_tensor_parallel: float | None = None,
         exact_dropout: bool = False,
@@ -81,17 +77,19 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
+        layout: Literal["auto"] | str | None = None,
     ) -> None:
         """See the class for the arguments.
 
         Args:
-            tensor_parallel_size: Ranks that share every large matrix; they should be on one machine.
-            pipeline_parallel_size: Consecutive parts the model is cut into.
+            tensor_parallel_size: Ranks that share every large matrix; they should be on one machine. Default: 1.
+            pipeline_parallel_size: Consecutive parts the model is cut into. Default: 1.
             data_parallel_size: Replicas; "auto" is world / (tensor x pipeline x context).
             context_parallel_size: Ranks that share one sequence (not in this version).
             expert_parallel_size: Ranks that share the experts (not in this version).
-            zero_stage: 0: replicas hold everything; 1: they share the optimizer state; 2: and the gradients, which are
-                reduced after every backward; 3: and the parameters, which are gathered for their use.
+            zero_stage: 0: replicas hold everything; 1 (the default): they share the optimizer state; 2: and the
+                gradients, which are reduced after every backward; 3: and the parameters, which are gathered for their
+                use.
             master_weights: Where parameters are bfloat16 or float16 (`precision="bf16-true"`), optimizers step on
                 float32 copies of them, so that small updates are not lost. (12 bytes per parameter with Adam, shared by
                 the replicas from zero_stage=1 on, against 4.) Checkpoints hold the copies.
@@ -103,14 +101,16 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             num_microbatches: Slices of a batch that follow each other through the pipeline; "auto" is
                 min(batch, 4 x pipeline_parallel_size), or what a schedule's file is made for. Needs
                 pipeline_parallel_size > 1.
-            pipeline_schedule: Order of forwards and backwards. "1f1b" keeps at most `pipeline_parallel_size`
-                microbatches alive on a stage, "gpipe" all of them; "interleaved_1f1b" gives every rank several parts
-                of the model; "zb_h1" and "zb_v" fill idle time with the gradients of weights. Or the path of a file
-                with one's own lists of actions. docs/schedules.md compares them.
+            pipeline_schedule: Order of forwards and backwards. "1f1b" (the default) keeps at most
+                `pipeline_parallel_size` microbatches alive on a stage, "gpipe" all of them; "interleaved_1f1b" gives
+                every rank several parts of the model; "zb_h1" and "zb_v" fill idle time with the gradients of weights.
+                Or the path of a file with one's own lists of actions. docs/schedules.md compares them.
             virtual_pipeline_size: Parts of the model per pipeline rank, for "interleaved_1f1b" ("zb_v" always has 2).
+                Default: 1.
             virtual_pipeline_order: How these parts are dealt: "looped" (1 2 1 2, smaller bubble) or "contiguous"
                 (1 1 2 2).
             sequence_parallel: Also cut norms, dropout and residuals along the sequence between tensor-parallel layers.
+                Default: False.
             tensor_parallel_plan: "auto", or patterns on module or parameter names to "column", "row", "vocab" or
                 "replicate"; what they do not name stays automatic.
             strict_tensor_parallel: Least part (0 to 1) of the parameters that tensor parallelism must divide; if it is
@@ -147,12 +147,15 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             start_method: How Lightning launches the processes of a machine when nobody else has.
             cluster_environment: Lightning plugin that tells ranks and addresses; None detects it.
             checkpoint_io: Lightning plugin for plain checkpoint files.
+            layout: "auto": what is not given here is chosen in set-up, for the most samples per second, from the
+                model, the batch its loader gives (that of one replica), the devices and their measured speed;
+                `chosen` and `freeze(file)` tell what it came to. Or the sizes as one text, "tp2-pp2-zero1-1f1b".
 
         Raises:
             ConfigurationError: Arguments that are unknown, impossible, not built yet, or without effect.
         """
         check_flags(
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=sequence_parallel is not None and sequence_parallel,
             exact_dropout=exact_dropout,
             save_distributed_checkpoint=save_distributed_checkpoint,
             allow_cross_node_tensor_parallel=allow_cross_node_tensor_parallel,
@@ -170,19 +173,21 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             timeout=timeout,
             start_method=start_method,
         )
-        self._data_parallel_size = data_parallel_size
-        self.layout = Layout(
-            tp=tensor_parallel_size,
-            pp=pipeline_parallel_size,
-            dp=1 if data_parallel_size == "auto" else data_parallel_size,
-            cp=context_parallel_size,
-            ep=expert_parallel_size,
-            zero=zero_stage,
-            schedule=pipeline_schedule,
-            virtual=virtual_pipeline_size,
-            order=virtual_pipeline_order,
+        self._asked = Asked.read(
+            layout,
+            {
+                "tp": tensor_parallel_size,
+                "pp": pipeline_parallel_size,
+                "dp": None if data_parallel_size == "auto" else data_parallel_size,
+                "cp": None if context_parallel_size == 1 else context_parallel_size,
+                "ep": None if expert_parallel_size == 1 else expert_parallel_size,
+                "zero": zero_stage,
+                "schedule": pipeline_schedule,
+                "virtual": virtual_pipeline_size,
+                "order": None if virtual_pipeline_order == "looped" else virtual_pipeline_order,
+            },
         )
-        self.layout.check_supported()
+        self._layout = self._asked.layout
         check_loss_weighting(loss_weighting)
         self._allow_cross_node = allow_cross_node_tensor_parallel
         self._save_distributed = save_distributed_checkpoint
@@ -204,28 +209,22 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
             float32_gradients=float32_gradients,
             offload_optimizer=offload_optimizer,
         )
-        check_effect(self.layout, self._settings)
+        check_values(self._settings)
+        if self._layout is None:
+            check_choice(self._settings.activation_checkpointing)
+        else:
+            check_effect(self._layout, self._settings)
         self._init_lifecycle()
 
     def __repr__(self) -> str:
         other = "pytorch_lightning" if self.package == "lightning.pytorch" else "lightning.pytorch"
         where = "lightning_3d" if other == "lightning.pytorch" else "lightning_3d.pytorch_lightning"
         return (
-            f"ThreeDStrategy({self.layout}) for `{self.package}` (for a Trainer of `{other}` use "
+            f"ThreeDStrategy({self._layout or 'layout=auto'}) for `{self.package}` (for a Trainer of `{other}` use "
             f"{where}.ThreeDStrategy)"
         )
 
     # -- what users read
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of replicas: scale learning rates and count samples with it, not with the world size."""
-        return self.layout.dp
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to."""
-        return self.mesh.at.dp
-
     @property
     def ledger(self) -> Ledger:
         """Every collective of the run, counted."""
@@ -279,94 +278,13 @@ class ThreeDStrategyBase(Lifecycle, _Base, metaclass=CheckedArguments):
         if self._start_method != "popen":
             self._launcher = self.launcher_class(self, start_method=self._start_method)
 
-    def set_world_ranks(self) -> None:
-        """Called while the Trainer is made: the earliest place where the number of processes is known."""
-        super().set_world_ranks()
-        world = self.num_nodes * self.num_processes
-        if self._data_parallel_size == "auto":
-            self.layout = self.layout.with_world_size(world)
-        self.layout.check_world_size(world)
-        if self.num_nodes > 1 and self.num_processes % self.layout.tp and not self._allow_cross_node:
-            raise LayoutError(
-                f"tensor_parallel_size={self.layout.tp} does not fit into machines of {self.num_processes} devices: "
-                "its all-reduces (several per layer) would cross the network, which is 10 to 30 times slower than the "
-                "links inside a machine. Use a divisor of the devices per machine and more pipeline stages, or set "
-                "allow_cross_node_tensor_parallel=True."
-            )
-
-    def setup_environment(self) -> None:
-        # Lightning seeds again here so that ranks agree; ours agree later, and one process would not have drawn this
-        with random_state_kept(_collect_rng_states, _set_rng_states):
-            super().setup_environment()
-        if self._mesh is None:
-            self._mesh = Mesh(self.layout, self.root_device, self._settings.timeout)
-        if self._watch is None:  # after a teardown, too
-            self._watch_failures()
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.device_mesh
-        self._follow_replicas_in_sampling()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.dp, "rank": self._mesh.at.dp if self._mesh is not None else 0}
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel axis (all ranks of a replica hold the same value), or over `group`.
-
-        Returns a new tensor; the argument is left alone. The mean of integers is exact (float64).
-        """
-        if not isinstance(tensor, Tensor) or self._mesh is None:
-            return tensor
-        self._before_collective()
-        axis = self._mesh.data if group is None else ProcessCommunicator("user", group, self.root_device)
-        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower().rpartition(".")[2]
-        value = tensor.detach().clone()
-        if name in ("mean", "avg"):
-            value = value if value.is_floating_point() else value.double()
-            return axis.all_reduce(value) / axis.size
-        if name not in ("sum", "max", "min"):
-            raise ConfigurationError(f"cannot reduce by {reduce_op!r}; use 'mean', 'sum', 'max' or 'min'.")
-        return axis.all_reduce(value, name)  # type: ignore[arg-type]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One decision over all ranks."""
-        if self._mesh is None:
-            return decision
-        self._before_collective()
-        flag = torch.tensor([int(decision)], device=self.root_device)
-        return bool(self._mesh.world.all_reduce(flag, "min" if all else "max").item())
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._before_collective()
-        super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._before_collective()
-        return super().broadcast(obj, src)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_collective()
-        return super().all_gather(*args, **kwargs)
-
-    def _before_collective(self) -> None:
-        """With ZeRO-3 nobody may wait here for a replica that waits for this one's part in a gather."""
-        if self._engine is not None and self._engine.units is not None:
-            self._engine.units.before_collective()
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """The batches inside accumulate: nothing is reduced over the replicas."""
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "3d"; Lightning calls it only for its own classes, `import lightning_3d` for this one."""
+        """Register "3d" and "3d_auto"; Lightning calls it only for its own classes, `import lightning_3d` for this."""
         if "3d" not in strategy_registry.available_strategies():
-            strategy_registry.register("3d", cls, description="Tensor x pipeline x data parallelism with ZeRO")
+            what = "Tensor x pipeline x data parallelism with ZeRO"
+            strategy_registry.register("3d", cls, description=what)
+            strategy_registry.register("3d_auto", cls, description=f"{what}, sizes chosen in set-up", layout="auto")
 
     def teardown(self) -> None:
         """Release what the run held. Parameters stay where they are: moving them one by one would break the buckets."""

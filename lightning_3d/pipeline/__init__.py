@@ -9,6 +9,7 @@ from lightning_3d.pipeline.merge import merge
 from lightning_3d.pipeline.microbatch import split
 from lightning_3d.pipeline.partition import Partition, Window
 from lightning_3d.pipeline.phantom import Phantom
+from lightning_3d.pipeline.rehearsal import check_cut
 from lightning_3d.pipeline.results import LogEntry, StepResult
 from lightning_3d.pipeline.runner import PipelineRunner
 from lightning_3d.pipeline.samples import batch_size
@@ -37,6 +38,7 @@ __all__ = [
     "Window",
     "batch_size",
     "check",
+    "check_cut",
     "drop",
     "find_atoms",
     "forward_only",

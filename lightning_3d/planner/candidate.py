@@ -20,11 +20,12 @@ class Job:
     """What is to be trained.
 
     Args:
-        global_batch: Samples of one optimizer step, over all replicas.
+        global_batch: Samples of one optimizer step, over all replicas and accumulated batches.
         seq: Tokens of a sample.
         precision: Of the matrix products: fp32, bf16, fp16, fp8, fp4.
         recipe: What is stored per parameter; see `recipes.py`.
         software: Whose way of running; see `constants.SOFTWARE`.
+        accumulate: Batches of a step whose gradients are added up; a pipeline is filled and drained for each.
     """
 
     global_batch: int
@@ -32,9 +33,10 @@ class Job:
     precision: str = "bf16"
     recipe: str = "bf16-true"
     software: str = "lightning_3d"
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("global_batch", "seq"):
+        for name in ("global_batch", "seq", "accumulate"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{name} is {value!r}; it must be a positive integer.")
@@ -52,7 +54,7 @@ class Candidate:
     Args:
         layout: Sizes of the axes, ZeRO stage, schedule.
         micro_batch: Samples of one microbatch on one replica.
-        microbatches: Microbatches of a step on one replica.
+        microbatches: Microbatches of a batch (without accumulation: of a step) on one replica.
         recompute: What the backward computes again; one of `RECOMPUTE`.
         sequence_parallel: Whether what tensor parallelism does not divide is divided by sequence.
     """
@@ -82,9 +84,9 @@ def candidate_for(layout: Layout, job: Job, micro_batch: int, recompute: str = "
     """A candidate whose microbatches make up the global batch.
 
     Raises:
-        LayoutError: The global batch is not a multiple of dp x microbatch.
+        LayoutError: The global batch is not a multiple of dp x microbatch (x accumulated batches).
     """
-    per_step = layout.dp * micro_batch
+    per_step = layout.dp * micro_batch * job.accumulate
     if job.global_batch % per_step:
         raise LayoutError(
             f"the global batch of {job.global_batch} cannot be divided over dp {layout.dp} in microbatches of "
@@ -94,13 +96,29 @@ def candidate_for(layout: Layout, job: Job, micro_batch: int, recompute: str = "
     return Candidate(layout, micro_batch, job.global_batch // per_step, recompute, sp)
 
 
-def parse_candidate(text: str, job: Job, gpus: int) -> Candidate:
-    """Read `tp8-pp4-zero1-mbs2-full-sp`; dp follows from the number of GPUs, the rest has defaults.
+@dataclass(frozen=True)
+class Named:
+    """What the name of a candidate says: `tp8-pp4-zero1-mbs2-full-sp`. dp follows from the number of GPUs.
+
+    Attributes:
+        layout: The sizes.
+        micro_batch: Samples of a microbatch, if it says.
+        recompute, sequence_parallel: As in `Candidate`.
+    """
+
+    layout: Layout
+    micro_batch: int | None
+    recompute: str
+    sequence_parallel: bool
+
+
+def parse_candidate(text: str, gpus: int) -> Named:
+    """Read the name of a candidate.
 
     Raises:
-        LayoutError: A part cannot be read, or the sizes do not fit the GPUs or the batch.
+        LayoutError: A part cannot be read, or the sizes do not fit the GPUs.
     """
-    parts, micro_batch, recompute, sp = [], 1, "none", False
+    parts, micro_batch, recompute, sp = [], None, "none", False
     for part in text.strip().lower().split("-"):
         match = re.fullmatch(r"mbs(\d+)", part)
         if match:
@@ -121,4 +139,4 @@ def parse_candidate(text: str, job: Job, gpus: int) -> Candidate:
         )
     if layout.schedule == "zb_v" and layout.virtual == 1:
         layout = replace(layout, virtual=2)
-    return candidate_for(layout, job, micro_batch, recompute, sp)
+    return Named(layout, micro_batch, recompute, sp)

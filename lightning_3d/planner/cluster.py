@@ -86,7 +86,8 @@ class Cluster:
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} machine{'s' if self.nodes > 1 else ''} of {self.gpus_per_node}"
-        return f"{self.gpus} x {self.gpu.name} ({nodes}, {self.nics} x {self.nic / GB:.4g} GB/s between them)"
+        network = f", {self.nics} x {self.nic / GB:.4g} GB/s between them" if self.nodes > 1 else ""
+        return f"{self.gpus} x {self.gpu.name} ({nodes}{network})"
 
 
 def read_internode(text: str) -> tuple[float, int]:

@@ -79,7 +79,14 @@ class Gpu:
             ConfigurationError: The card has no such precision.
         """
         single = self.bf16 if self.generation == "cpu" else self.bf16 / 8  # a CPU has no faster half precision
-        peak = {"fp32": single, "bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8, "fp4": self.fp4}
+        peak = {
+            "fp64": single / 2,
+            "fp32": single,
+            "bf16": self.bf16,
+            "fp16": self.bf16,
+            "fp8": self.fp8,
+            "fp4": self.fp4,
+        }
         peak["fp8-rowwise"] = self.fp8
         if precision not in peak:
             raise ConfigurationError(f"precision {precision!r} is not known; known are {', '.join(peak)}.")

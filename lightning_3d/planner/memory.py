@@ -119,9 +119,11 @@ def _stage(run: Run, works: tuple[Work, ...], windows: list[tuple[int, ...]], li
     params = Params(
         sum(count * works[kind].params.dense for kind, count in here.items()),
         sum(count * works[kind].params.experts for kind, count in here.items()),
+        sum(count * works[kind].params.frozen for kind, count in here.items()),
     )
     if run.chain.tied and ends[1] in here and ends[0] not in here:
-        params = Params(params.dense + run.chain.embedding_params / run.candidate.layout.tp, params.experts)
+        tied = run.chain.embedding_params / run.candidate.layout.tp
+        params = Params(params.dense + tied, params.experts, params.frozen)
     held = model_states(run, params)
     activations = 0.0
     for window, flying in zip(counts, live, strict=True):
@@ -148,15 +150,16 @@ def model_states(run: Run, params: Params) -> States:
     """Bytes of parameters, gradients and optimizer on one rank; experts are shared by fewer replicas."""
     layout, recipe = run.candidate.layout, recipe_named(run.job.recipe)
     replicas = layout.dp * layout.cp
-    dense = states(params.dense, recipe, layout.zero, replicas)
+    dense = states(params.dense - params.frozen, recipe, layout.zero, replicas)
+    frozen = States(params.frozen * recipe.weight / (replicas if layout.zero == 3 else 1), 0.0, 0.0)
     experts = states(params.experts, recipe, layout.zero, max(1, replicas // layout.ep))
-    held = States(*(a + b for a, b in zip(dense, experts, strict=True)))
+    held = States(*(sum(parts) for parts in zip(dense, frozen, experts, strict=True)))
     software = run.software
     if not software.buckets_in_flight or layout.zero == 0 or replicas == 1:
         return held
     # this rank's part of the reduced gradient, and full-size buffers: those under way, or all while gradients add up
-    full = params.total * recipe.gradient
-    adds_up = layout.zero == 1 and (layout.pp > 1 or run.candidate.microbatches > 1)
+    full = params.trained * recipe.gradient
+    adds_up = layout.zero == 1 and (layout.pp > 1 or run.candidate.microbatches * run.job.accumulate > 1)
     flying = full if adds_up else min(full, software.buckets_in_flight * software.bucket)
     return held._replace(gradients=full / replicas + flying)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.pipeline import find_atoms
+from lightning_3d.pipeline import batch_size, find_atoms
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, call_step, retry
 from lightning_3d.tensor.untouched import quiet_failures, untouched
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Recorded:
     Attributes:
         name: Of the module.
         parameters: Elements of those it uses first, by name.
+        frozen: Names of those of them that are not trained.
         products: Its matrix products.
         attention: Operations of fused attention, and of it what a causal mask skips.
         head_dim: Size of a head there.
@@ -54,6 +57,7 @@ class Recorded:
 
     name: str
     parameters: dict[str, int] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
     products: list[Product] = field(default_factory=list)
     attention: float = 0.0
     head_dim: int = 128
@@ -66,16 +70,17 @@ class Recorded:
     def signature(self) -> tuple[object, ...]:
         """Pieces with equal ones did the same."""
         products = tuple((p.rows, p.inner, p.columns) for p in self.products)
-        names = tuple(sorted(size for size in self.parameters.values()))
+        names = tuple(sorted((size, name in self.frozen) for name, size in self.parameters.items()))
         return names, products, self.attention, self.moved, tuple(sorted(self.saved.items())), self.entry
 
 
-def record(module: nn.Module, batch: Any) -> list[Recorded]:
+def record(module: nn.Module, batch: Any, device: torch.device = _CPU) -> list[Recorded]:
     """The pieces of a module in the order they ran; what runs between two belongs to the one before.
 
     Args:
         module: A LightningModule with `training_step`, whole, on any device (also meta); it is left as it was.
-        batch: A batch as the training loader gives it, on the CPU.
+        batch: A batch as the training loader gives it, on `device`.
+        device: Where the module's buffers are.
 
     Raises:
         ConfigurationError: The step cannot be run without values.
@@ -89,7 +94,7 @@ def record(module: nn.Module, batch: Any) -> list[Recorded]:
         )
     atoms = find_atoms(module, _longest_chain(module))
     try:
-        with untouched(module) as start, quiet_failures(), FakeParameters(module, torch.device("cpu")) as fakes:
+        with untouched(module) as start, quiet_failures(), FakeParameters(module, device) as fakes:
 
             def once(answers: Answers) -> list[Recorded]:
                 start.restore()
@@ -122,12 +127,14 @@ class _Recorder(TorchDispatchMode):
         self.module, self.atoms, self.names, self.answers = module, atoms, names, answers
         self.pieces = [Recorded("")]
         self.seen: set[str] = set()
+        self.frozen: set[str] = set()
         self.storages: dict[int, str] = {}
         self.known: set[int] = set()
         self.kept: list[Any] = []  # alive, so that storages are told apart
 
     def run(self, batch: Any) -> list[Recorded]:
         parameters = dict(self.module.named_parameters())
+        self.frozen = {name for name, p in parameters.items() if not p.requires_grad}
         self.storages = {_storage(p): name for name, p in parameters.items() if _is_fake(p)}
         with ExitStack() as stack:
             for name, atom in self.atoms.items():
@@ -190,6 +197,7 @@ class _Recorder(TorchDispatchMode):
             name = self.storages.get(_storage(x)) if _is_fake(x) else None
             if name is not None and name not in self.seen:
                 self.seen.add(name)
+                self.pieces[-1].frozen |= {name} & self.frozen
                 self.pieces[-1].parameters[name] = x.untyped_storage().nbytes() // x.element_size()
 
 
@@ -214,11 +222,18 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-@contextmanager
-def tokens_of(batch: Any) -> Iterator[tuple[int, int]]:
-    """Samples of a batch, and tokens of a sample (the second dim of its first integer tensor; 1 without)."""
+def tokens_of(batch: Any) -> tuple[int, int]:
+    """Samples of a batch, and tokens of a sample (the second dim of its first integer tensor; 1 without).
+
+    Raises:
+        ConfigurationError: It holds no tensor with a batch dim.
+    """
     tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
     if not tensors:
         raise ConfigurationError("the batch holds no tensor with a batch dim, so its number of samples is not known.")
     ids = next((x for x in tensors if not x.is_floating_point() and x.ndim >= 2), None)
-    yield tensors[0].shape[0], (ids.shape[1] if ids is not None else 1)
+    try:
+        samples = batch_size(batch)
+    except ConfigurationError:  # it cannot be cut (a graph); what a pipeline needs, other layouts do not
+        samples = tensors[0].shape[0]
+    return samples, (ids.shape[1] if ids is not None else 1)

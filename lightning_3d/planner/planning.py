@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from lightning_3d.planner.candidate import Job, parse_candidate
 from lightning_3d.planner.chain import Chain, ShapeChain
 from lightning_3d.planner.cluster import Cluster, read_cluster
 from lightning_3d.planner.constants import software_named
+from lightning_3d.planner.given import Given
 from lightning_3d.planner.hf_config import read_hf_config, shape_of_hf_config
+from lightning_3d.planner.impossible import nothing_fits
 from lightning_3d.planner.model import ModelShape
 from lightning_3d.planner.presets import PRESETS, preset
 from lightning_3d.planner.pricing import Priced, price
 from lightning_3d.planner.reasons import not_here_yet, rejections
 from lightning_3d.planner.recipes import recipe_named
-from lightning_3d.planner.search import HEADROOM, LONG, Found, check_shapes, least_gpus, search
+from lightning_3d.planner.search import HEADROOM, LONG, Found, check_shapes, search
 from lightning_3d.planner.step_time import Run
 
 
@@ -33,6 +36,8 @@ class Plan:
         job: What is trained.
         found: Everything the search saw.
         beyond: The best layout that this version of the library cannot run yet, with the reason, if it is faster.
+        given: What was not to be chosen. With `given.batch` the job's global batch is that of one replica, and every
+            layout has its own.
     """
 
     chain: Chain
@@ -40,6 +45,7 @@ class Plan:
     job: Job
     found: Found
     beyond: tuple[Priced, str] | None = None
+    given: Given = field(default_factory=Given)
 
     @property
     def ranked(self) -> list[Priced]:
@@ -57,7 +63,7 @@ class Plan:
         reasons = rejections(self.found, self.best)
         if self.beyond is not None:
             other, why = self.beyond
-            gain = 100 * (1 - other.seconds / self.best.seconds)
+            gain = 100 * (1 - other.seconds_per_sample / self.best.seconds_per_sample)
             reasons.append((str(other), f"would take {gain:.0f} % less time. {why}"))
         return reasons
 
@@ -70,9 +76,9 @@ class Plan:
         Raises:
             ConfigurationError: It cannot be read, or does not go with the model, the machines or the batch.
         """
-        candidate = parse_candidate(layout, self.job, self.cluster.gpus)
+        candidate = self.given.candidate(parse_candidate(layout, self.cluster.gpus), self.job)
         check_shapes(self.chain, self.cluster, candidate)
-        return price(Run(self.chain, self.cluster, self.job, candidate))
+        return price(Run(self.chain, self.cluster, self.given.job_of(self.job, candidate.layout), candidate))
 
     def strategy_arguments(self, priced: Priced | None = None) -> dict[str, Any]:
         """The arguments of `ThreeDStrategy` for a layout (the best one): they can be written down in a YAML file.
@@ -99,6 +105,8 @@ class Plan:
             arguments["pipeline_schedule"] = layout.schedule
         if layout.schedule == "interleaved_1f1b":
             arguments["virtual_pipeline_size"] = layout.virtual
+        if layout.order != "looped":
+            arguments["virtual_pipeline_order"] = layout.order
         if candidate.sequence_parallel:
             arguments["sequence_parallel"] = True
         if candidate.recompute != "none":
@@ -159,8 +167,44 @@ def plan(
     job = Job(global_batch, length, precision, bytes_of, software)
     found = search(chain, place, job, keep, headroom, axes=() if ours else ("cp", "ep"))
     if not found.ranked:
-        raise _nothing_fits(chain, place, job, found)
+        raise nothing_fits(chain, place, job, found)
     return Plan(chain, place, job, found, _beyond(chain, place, job, found) if ours else None)
+
+
+def plan_batches(
+    chain: Chain,
+    cluster: Cluster,
+    given: Given,
+    *,
+    precision: str,
+    recipe: str,
+    accumulate: int = 1,
+    keep: int = 12,
+    headroom: float = HEADROOM,
+) -> Plan:
+    """Rank the layouts of a run whose loader gives every replica `given.batch` samples, by samples per second.
+
+    Args:
+        chain: The model; `chain_of` makes one.
+        cluster: Where it runs.
+        given: The batch, and whatever else is not to be chosen.
+        precision, recipe, keep, headroom: As in `plan`.
+        accumulate: Batches whose gradients are added up before a step.
+
+    Raises:
+        ConfigurationError: No layout can be run, or none fits.
+    """
+    assert given.batch is not None
+    software = "lightning_3d-cpu" if cluster.gpu.generation == "cpu" else "lightning_3d"
+    cluster.gpu.peak(precision)
+    recipe_named(recipe)
+    seq: int = getattr(chain, "seq", 1)
+    job = Job(given.batch * accumulate, seq, precision, recipe, software, accumulate)
+    # also what is far from the best: somebody wants to know what else there is
+    found = search(chain, cluster, job, keep, headroom, axes=(), given=given, close=inf)
+    if not found.ranked:
+        raise nothing_fits(chain, cluster, job, found, given)
+    return Plan(chain, cluster, job, found, given=given)
 
 
 def _recipe_of(software: str, precision: str) -> str:
@@ -211,28 +255,4 @@ def chain_of(model: Any, seq: int | None) -> tuple[Chain, int]:
     raise ConfigurationError(
         f"a model of type {type(model).__name__} cannot be planned: give a name, the path of a config.json, a Hugging "
         "Face config, a ModelShape, or a pair (LightningModule, batch)."
-    )
-
-
-def _nothing_fits(chain: Chain, cluster: Cluster, job: Job, found: Found) -> ConfigurationError:
-    needed = least_gpus(chain, cluster, job)
-    states = chain.params * recipe_named(job.recipe).total / 2**30
-    head = (
-        f"{chain.name} does not fit on {cluster.gpus} x {cluster.gpu.name}: its model states alone are "
-        f"{states:,.0f} GiB ({chain.params / 1e9:.4g} billion parameters x {recipe_named(job.recipe).total:g} bytes), "
-        f"and all GPUs together have {cluster.gpus * (cluster.gpu.memory - cluster.reserve) / 2**30:,.0f} GiB"
-    )
-    if needed is None:
-        return ConfigurationError(f"{head}. No number of these GPUs is enough: one layer does not fit a GPU.")
-    if needed <= cluster.gpus:
-        skipped = found.counted["batch not divisible by dp"]
-        return ConfigurationError(
-            f"{chain.name} fits on {needed} x {cluster.gpu.name}, but no layout of {cluster.gpus} divides the global "
-            f"batch of {job.global_batch} ({skipped} sizes were left out for it). Choose a global batch that is a "
-            f"multiple of {cluster.gpus}."
-        )
-    return ConfigurationError(
-        f"{head}, of which every GPU needs a part for activations. It needs at least {needed} GPUs of this kind: full "
-        f"recomputation, microbatches of one sample, {100 * HEADROOM:.0f} % of the memory left free. Or choose a GPU "
-        "with more memory, a shorter --seq, or a recipe with fewer bytes per parameter."
     )

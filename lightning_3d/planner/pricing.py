@@ -28,6 +28,16 @@ class Priced:
         return self.time.total
 
     @property
+    def seconds_per_sample(self) -> float:
+        """What layouts are compared by: their global batches may differ."""
+        return self.seconds / self.run.job.global_batch
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all GPUs together."""
+        return 1 / self.seconds_per_sample
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens of all GPUs together."""
         return self.run.job.tokens / self.seconds

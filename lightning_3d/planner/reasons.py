@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
@@ -12,6 +13,9 @@ from lightning_3d.planner.memory import Memory
 from lightning_3d.planner.pricing import Priced, price
 from lightning_3d.planner.search import Found
 from lightning_3d.planner.step_time import Run, block_times
+
+if TYPE_CHECKING:
+    from lightning_3d.planner.planning import Plan
 
 _PARTS = {
     "compute": "computes longer (smaller or more awkward products)",
@@ -31,9 +35,22 @@ def slower_because(other: Priced, best: Priced) -> str:
     """What costs another layout most of its time, relative to the best."""
     if other is best:
         return "the shortest step"
-    more = {part: getattr(other.time, part) - getattr(best.time, part) for part in _PARTS}
+    batches = other.run.job.global_batch, best.run.job.global_batch
+    more = {part: getattr(other.time, part) / batches[0] - getattr(best.time, part) / batches[1] for part in _PARTS}
     worst = max(more, key=lambda part: more[part])
-    return f"{_PARTS[worst]}: +{100 * more[worst] / best.seconds:.1f} %"
+    return f"{_PARTS[worst]}: +{100 * more[worst] / best.seconds_per_sample:.1f} %"
+
+
+def why_best(plan: Plan) -> str:
+    """Why the best layout is the best, in a sentence or two, with what came next and what is out."""
+    best = plan.best
+    said = f"{best} trains most samples per second: {best.samples_per_second:.4g} predicted"
+    others = [p for p in plan.ranked[1:] if p.run.candidate.layout != best.run.candidate.layout]
+    if others:
+        less = 100 * (1 - others[0].samples_per_second / best.samples_per_second)
+        said += f"; next is {others[0]} with {less:.1f} % fewer, because it {slower_because(others[0], best)}"
+    out = [f"{sizes}: {why.removesuffix('.')}" for sizes, why in plan.rejected[:2]]
+    return f"{said}. " + (f"Ruled out: {'; '.join(out)}." if out else "No faster one is ruled out.")
 
 
 def rejections(found: Found, best: Priced | None) -> list[tuple[str, str]]:
@@ -43,9 +60,9 @@ def rejections(found: Found, best: Priced | None) -> list[tuple[str, str]]:
         leaving = _leaves_the_machine(best)
         if leaving:
             reasons.append(leaving)
-    reasons += [(size, f"{why}.") for size, why in found.refused.items() if "leaves" not in why][:_TOO_LARGE]
+    reasons += [(size, f"{why}.") for size, why in found.reasons_once() if "leaves" not in why][:_TOO_LARGE]
     for seconds, run, needed in found.too_large:
-        if best is not None and seconds >= best.seconds:
+        if best is not None and seconds >= best.seconds_per_sample:
             break
         reasons.append((str(run.candidate), too_large_because(needed)))
         if len(reasons) >= 2 * _TOO_LARGE:
@@ -79,7 +96,7 @@ def _leaves_the_machine(best: Priced) -> tuple[str, str] | None:
     while cluster.gpus % (tp * layout.cp * pp):
         pp -= 1
     sizes = Layout(tp=tp, pp=pp, dp=cluster.gpus // (tp * layout.cp * pp), cp=layout.cp, zero=1)
-    samples = run.job.global_batch / sizes.dp
+    samples = run.job.global_batch / sizes.dp / run.job.accumulate
     if samples != int(samples):
         return None
     micro = next(m for m in (run.candidate.micro_batch, 1) if samples % m == 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_3d.errors import ConfigurationError, near
@@ -35,6 +35,7 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
+    "64-true": Recipe(8, 8, 16, compute=8, reduced=8),
     "32-true": Recipe(4, 4, 8, compute=4),
     "bf16-mixed": Recipe(4, 4, 8, compute=4),
     "16-mixed": Recipe(4, 4, 8, compute=4),
@@ -54,6 +55,8 @@ RECIPES: dict[str, Recipe] = {
     "fsdp": Recipe(4, 4, 8, compute=2),
     "nanotron": Recipe(2, 2, 12, extra=4),
 }
+_OFFLOADED = "-offloaded"
+"""Behind a recipe's name: the optimizer's bytes are in the host's memory."""
 
 
 def recipe_named(name: str) -> Recipe:
@@ -62,9 +65,27 @@ def recipe_named(name: str) -> Recipe:
     Raises:
         ConfigurationError: There is no such recipe.
     """
-    if name not in RECIPES:
+    found = RECIPES.get(name.removesuffix(_OFFLOADED))
+    if found is None:
         raise ConfigurationError(f"recipe {name!r} is not known; known are {', '.join(RECIPES)}.{near(name, RECIPES)}")
-    return RECIPES[name]
+    return replace(found, optimizer=0.0) if name.endswith(_OFFLOADED) else found
+
+
+def recipe_of_run(precision: str, master_weights: bool, float32_gradients: bool, offload: bool) -> tuple[str, str]:
+    """The precision of products and the recipe of a run of this library.
+
+    Args:
+        precision: The Trainer's: "bf16-mixed", "32-true", ...
+        master_weights, float32_gradients, offload: The strategy's arguments.
+    """
+    name = precision if precision in RECIPES else "32-true"
+    if name in ("bf16-true", "16-true"):
+        if not master_weights:
+            name = "pure-bf16"
+        elif float32_gradients:
+            name = "bf16-true-float32-gradients"
+    products = {"64": "fp64", "32": "fp32", "16": "fp16"}.get(precision.split("-")[0], "bf16")
+    return products, name + (_OFFLOADED if offload else "")
 
 
 class States(NamedTuple):

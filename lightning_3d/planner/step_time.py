@@ -18,7 +18,7 @@ from lightning_3d.planner.recipes import recipe_named
 from lightning_3d.planner.stage_time import Seconds, Speed, block_seconds
 from lightning_3d.planner.work import Setting, Work
 
-_WIDTH = {"fp32": 4}
+_WIDTH = {"fp32": 4, "fp64": 8}
 _UPDATE = 28.0
 """Bytes that Adam reads and writes per parameter: master, moments and gradient read, all but the gradient written."""
 
@@ -185,16 +185,17 @@ def step_time(run: Run, split: bool = True) -> StepTime:
         of_rank[owner] += total
     busiest = max(range(layout.pp), key=lambda rank: free.busy[rank])
     one = of_rank[busiest].times(candidate.microbatches)
+    batches = run.job.accumulate
     busy = one.whole_forward + one.whole_inputs + one.weights
     data, hidden, update = _data_parallel(run, works, windows, owners, of_rank)
     return StepTime(
-        compute=one.forward + one.inputs + one.weights,
-        recompute=one.again,
-        tensor=one.tp_forward + one.tp_backward,
-        context=one.cp,
-        expert=one.ep,
-        pipeline=played.length - free.length,
-        bubble=free.length - busy,
+        compute=batches * (one.forward + one.inputs + one.weights),
+        recompute=batches * one.again,
+        tensor=batches * (one.tp_forward + one.tp_backward),
+        context=batches * one.cp,
+        expert=batches * one.ep,
+        pipeline=batches * (played.length - free.length),
+        bubble=batches * (free.length - busy),
         data=data,
         data_hidden=hidden,
         optimizer=update,
@@ -224,7 +225,8 @@ def estimated_seconds(run: Run) -> float:
     if virtual > 1 and not run.software.pipeline_overlap:
         messages = 2 * send * virtual * candidate.microbatches
     data, _, update = _data_parallel(run, works, windows, owners, of_rank)
-    return max(one) * candidate.microbatches + (layout.pp - 1) * max(0.0, idle) + messages + data + update
+    batch = max(one) * candidate.microbatches + (layout.pp - 1) * max(0.0, idle) + messages
+    return batch * run.job.accumulate + data + update
 
 
 def message_seconds(run: Run) -> float:
@@ -270,38 +272,41 @@ def _data_parallel(
     of_rank: list[Seconds],
 ) -> tuple[float, float, float]:
     """Seconds over dp that are exposed and hidden, and of the update: of the stage that has most of them."""
-    params = [0.0] * run.candidate.layout.pp
+    params, trained = [0.0] * run.candidate.layout.pp, [0.0] * run.candidate.layout.pp
     layers = [0] * run.candidate.layout.pp
-    each, kinds = [work.params.total for work in works], run.chain.kinds
+    each, kinds = [work.params for work in works], run.chain.kinds
     for blocks, owner in zip(windows, owners, strict=True):
-        params[owner] += sum(each[kinds[block]] for block in blocks)
+        params[owner] += sum(each[kinds[block]].total for block in blocks)
+        trained[owner] += sum(each[kinds[block]].trained for block in blocks)
         layers[owner] += len(blocks)
-    found = [_of_stage(run, held, count, s) for held, count, s in zip(params, layers, of_rank, strict=True)]
+    stages = zip(params, trained, layers, of_rank, strict=True)
+    found = [_of_stage(run, held, steps, count, s) for held, steps, count, s in stages]
     return max(found, key=lambda f: (f[0] + f[2], f[1]))
 
 
-def _of_stage(run: Run, params: float, layers: int, seconds: Seconds) -> tuple[float, float, float]:
+def _of_stage(run: Run, params: float, trained: float, layers: int, seconds: Seconds) -> tuple[float, float, float]:
     layout, software, gpu = run.candidate.layout, run.software, run.cluster.gpu
     recipe, group, links = recipe_named(run.job.recipe), run.group("dp"), Links(run.cluster)
-    update = params * _UPDATE / (group.size if layout.zero else 1) / (gpu.memory_bandwidth * UPDATE_SPEED)
+    update = trained * _UPDATE / (group.size if layout.zero else 1) / (gpu.memory_bandwidth * UPDATE_SPEED)
     if group.size == 1:
         return 0.0, 0.0, update
 
-    def takes(op: str, width: float, pieces: int = 1) -> float:
-        return pieces * links.seconds(op, params * width / pieces, group, software.rings)
+    def takes(op: str, width: float, pieces: int = 1, count: float = trained) -> float:
+        return pieces * links.seconds(op, count * width / pieces, group, software.rings)
 
     pieces = max(1, layers)
     forward, backward = seconds.whole_forward, seconds.whole_inputs + seconds.weights
     if layout.zero == 3:
-        times = 1 if layout.pp > 1 and software.gathers_once else run.candidate.microbatches
-        gather, reduce = takes("all_gather", recipe.compute, pieces), takes("reduce_scatter", recipe.reduced, pieces)
+        times = (1 if layout.pp > 1 and software.gathers_once else run.candidate.microbatches) * run.job.accumulate
+        gather = takes("all_gather", recipe.compute, pieces, params)
+        reduce = takes("reduce_scatter", recipe.reduced, pieces)
         exposed = _not_hidden(gather, forward, software.data_overlap, pieces)
         exposed += _not_hidden(gather + reduce, backward, software.data_overlap, pieces)
         total = 2 * gather + reduce
         return times * exposed, times * (total - exposed), update
     whole = layout.zero == 0 or (layout.zero == 1 and software.reduces_whole)
     reduce = takes("all_reduce" if whole else "reduce_scatter", recipe.reduced, pieces)
-    times = run.candidate.microbatches if layout.zero == 2 else 1
+    times = run.candidate.microbatches * run.job.accumulate if layout.zero == 2 else 1
     exposed = times * _not_hidden(reduce, backward, software.data_overlap, pieces)
     gather = takes("all_gather", min(recipe.weight, 4), pieces) if layout.zero else 0.0
     if layout.zero:

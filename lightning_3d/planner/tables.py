@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -30,6 +30,9 @@ TIME_PARTS = (
     "data",
     "optimizer",
 )
+_COMPARED = 6
+"""So many layouts are shown where one is only to be chosen."""
+_NARROWEST = 120
 CONVENTIONS = ("model_causal", "model_full", "hardware")
 
 
@@ -43,9 +46,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lef
     return made
 
 
-def text(*parts: Table | str) -> str:
-    """Tables and lines as text, as wide as they need to be."""
-    console = Console(file=io.StringIO(), width=400, color_system=None, force_terminal=False, highlight=False)
+def text(*parts: Table | str, width: int = 400) -> str:
+    """Tables and lines as text, by default as wide as they need to be."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
     for part in parts:
         if isinstance(part, str):
             console.print(part, markup=False, soft_wrap=True)
@@ -62,7 +65,7 @@ def plan_text(plan: Plan) -> str:
     counted = plan.found.counted
     head = (
         f"{plan.chain.name}, {plan.chain.params / 1e9:.4g} billion parameters, on {plan.cluster}\n"
-        f"global batch {plan.job.global_batch} x {plan.job.seq} tokens, {plan.job.precision}, "
+        f"{_batch_text(plan)} x {plan.job.seq} tokens, {plan.job.precision}, "
         f"states {plan.job.recipe}, run by {plan.job.software}; {counted['looked at']} ways looked at, "
         f"{counted['too large']} too large, {counted['played']} played action by action"
     )
@@ -70,11 +73,54 @@ def plan_text(plan: Plan) -> str:
     return text(head, ranked_table(plan), time_table(plan), rejected_table(plan), tail)
 
 
+def choice_text(plan: Plan, reason: str, arguments: Mapping[str, Any], where: str, width: int) -> str:
+    """What `layout="auto"` says: the layouts it compared, the reason for the first, and how to write it down.
+
+    Args:
+        plan: Made for the loader's batch.
+        reason: Of `reasons.why_best`.
+        arguments: Of the strategy.
+        where: Its speeds come from.
+        width: Columns of the terminal.
+    """
+    made = Table(title="lightning_3d: layout='auto'", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    for name in ("layout", "m", "batch", "GiB", "samples/s", "why"):
+        sides = "left" if name in ("layout", "why") else "right"
+        made.add_column(name, justify=sides, no_wrap=name != "why")  # type: ignore[arg-type]
+    for p in plan.ranked[:_COMPARED]:
+        made.add_row(
+            str(p),
+            str(p.run.candidate.microbatches),
+            str(p.run.job.global_batch),
+            f"{p.memory.peak.total / GIB:.2f}",
+            f"{p.samples_per_second:.4g}",
+            "chosen" if p is plan.best else slower_because(p, plan.best),
+        )
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    room = (plan.cluster.gpu.memory - plan.cluster.reserve) / GIB
+    head = (
+        f"{plan.chain.name}, {plan.chain.params / 1e6:,.4g} million parameters, batches of {plan.given.batch} samples "
+        f"per replica, on {plan.cluster}; {where}. Predicted: m microbatches, samples of a step of all replicas, "
+        f"memory of the fullest device of {room:.1f} GiB, speed:"
+    )
+    return text(
+        head, made, reason, f"to keep this choice: ThreeDStrategy({given}), or strategy.freeze('layout.yaml')",
+        width=max(width, _NARROWEST),
+    ).replace("\n\n", "\n")  # fmt: skip
+
+
+def _batch_text(plan: Plan) -> str:
+    if plan.given.batch is None:
+        return f"global batch {plan.job.global_batch}"
+    accumulated = f" x {plan.job.accumulate} accumulated" if plan.job.accumulate > 1 else ""
+    return f"batches of {plan.given.batch} samples per replica{accumulated}"
+
+
 def ranked_table(plan: Plan) -> Table:
     """The layouts, their sizes, memory of the worst stage, speed and MFU."""
     columns = [
         "#", "tp", "pp", "dp", "cp", "ep", "zero", "schedule", "v", "mbs", "m", "recompute", "sp", "GiB", "stage",
-        "states", "activations", "rest", "s/step", "tokens/s/GPU", "MFU causal", "full", "hardware", "why",
+        "states", "activations", "rest", "batch", "s/step", "tokens/s/GPU", "MFU causal", "full", "hardware", "why",
     ]  # fmt: skip
     rows = []
     for number, p in enumerate(plan.ranked, 1):
@@ -95,6 +141,7 @@ def ranked_table(plan: Plan) -> Table:
                 f"{peak.states / GIB:.1f}",
                 f"{peak.activations / GIB:.1f}",
                 f"{(peak.total - peak.states - peak.activations) / GIB:.1f}",
+                str(p.run.job.global_batch),
                 seconds_text(p.seconds),
                 f"{p.tokens_per_second_per_gpu:,.0f}",
                 *(f"{100 * p.mfu(name):.1f}" for name in CONVENTIONS),

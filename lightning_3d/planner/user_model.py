@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_3d.errors import ConfigurationError
@@ -114,7 +115,7 @@ class ModuleChain:
         entry = piece.entry * scale * at.width / (at.tp if at.sp else 1)
         kept = (whole / (at.tp if at.sp and divides > 1 else 1) + inside) * scale * at.width
         products = sum(p.rows * p.columns for p in piece.products) / divides * scale * at.width
-        params = sum(size / (at.tp if name in cut else 1) for name, size in piece.parameters.items())
+        params = {name: size / (at.tp if name in cut else 1) for name, size in piece.parameters.items()}
         return Work(
             matmuls=tuple(_matmul(p, scale, at.tp, kinds) for p in piece.products),
             attention=piece.attention * scale * (at.seq / self.seq) / divides,
@@ -127,7 +128,7 @@ class ModuleChain:
             kept_alternate=min(kept, entry + products / 2),
             passing=max(piece.saved, default=0) * scale * max(0.0, at.logits - 4) if piece is self.pieces[-1] else 0.0,
             entry=entry,
-            params=Params(params),
+            params=Params(sum(params.values()), frozen=sum(params[name] for name in piece.frozen)),
         )
 
 
@@ -140,21 +141,29 @@ def _matmul(p: Product, scale: float, tp: int, kinds: Mapping[str, str]) -> Matm
     return rows, share(p.inner, tp) if kind == "row" else p.inner, columns
 
 
-def chain_of_module(module: Any, batch: Any) -> ModuleChain:
+def chain_of_module(
+    module: Any,
+    batch: Any,
+    device: torch.device | None = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    strict: float | None = None,
+) -> ModuleChain:
     """A module's chain: repeated pieces in the middle, everything before and after them at the ends.
 
     Args:
         module: A LightningModule with `training_step`; it may be on the meta device, and is left as it was.
         batch: A batch as the training loader gives it.
+        device: Where the batch and the module's buffers are; default: the CPU.
+        overrides, strict: As in `plan_tensor_parallel`.
 
     Raises:
         ConfigurationError: The step cannot be run without values.
 
     Collectives: none.
     """
-    pieces = record(module, batch)
-    with tokens_of(batch) as (samples, seq):
-        pass
+    pieces = record(module, batch, device or torch.device("cpu"))
+    samples, seq = tokens_of(batch)
     first, stop = _middle(pieces)
     chain = [_joined(pieces[:first]), *pieces[first:stop], _joined(pieces[stop:])]
     chain[0].looked_up = pieces[first].entry if first < len(pieces) else 0
@@ -172,7 +181,10 @@ def chain_of_module(module: Any, batch: Any) -> ModuleChain:
     assert last is of_kind[-1]
 
     def plan_for(tp: int) -> TensorPlan:
-        return plan_tensor_parallel(module, lambda m: call_step(m, "training_step", batch, 0), tp)
+        def step(m: nn.Module) -> Any:
+            return call_step(m, "training_step", batch, 0)
+
+        return plan_tensor_parallel(module, step, tp, overrides=overrides, strict=strict)
 
     count = sum(p.numel() for p in dict.fromkeys(nn.Module.parameters(module)))
     order = tuple(name for name, _ in nn.Module.named_parameters(module))
@@ -201,7 +213,7 @@ def traffic(run: Run, width: int, bucket_bytes: int = 4 << 20) -> list[StageTraf
     found = []
     for number, blocks in enumerate(stages):
         pieces = [chain.chain[block] for block in blocks]
-        names = {name for piece in pieces for name in piece.parameters}
+        names = {name for piece in pieces for name in piece.parameters if name not in piece.frozen}
         sizes = [_local(name, pieces, kinds, layout.tp) for name in chain.order if name in names]
         forward = backward = 0.0
         for piece in pieces:
@@ -258,6 +270,7 @@ def _joined(pieces: list[Recorded]) -> Recorded:
     joined = Recorded(", ".join(p.name for p in pieces if p.name))
     for piece in pieces:
         joined.parameters.update(piece.parameters)
+        joined.frozen |= piece.frozen
         joined.products += piece.products
         joined.attention += piece.attention
         joined.moved += piece.moved

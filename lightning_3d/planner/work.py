@@ -56,14 +56,20 @@ class Params:
     Attributes:
         dense: Those that all data-parallel ranks hold alike.
         experts: Those that only ranks of the same expert-parallel coordinate hold alike.
+        frozen: Of the dense ones, those that are not trained: they have no gradient and no optimizer.
     """
 
     dense: float = 0.0
     experts: float = 0.0
+    frozen: float = 0.0
 
     @property
     def total(self) -> float:
         return self.dense + self.experts
+
+    @property
+    def trained(self) -> float:
+        return self.total - self.frozen
 
 
 @dataclass(frozen=True)

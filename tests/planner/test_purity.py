@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning_3d.planner
 
 FOLDER = Path(lightning_3d.planner.__file__).parent
-WITH_TORCH = {"module_probe.py", "user_model.py", "calibrate.py"}
+WITH_TORCH = {"module_probe.py", "user_model.py", "calibrate.py", "measured.py"}
 PURE = ("lightning_3d.planner", "lightning_3d.errors", "lightning_3d.layout", "lightning_3d.pipeline.schedule",
         "lightning_3d.pipeline.timing", "lightning_3d.pipeline.check", "lightning_3d.pipeline.action")  # fmt: skip
 

@@ -7,7 +7,8 @@ A compiler cannot follow tensors that show another shape than they have. So a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -66,6 +67,26 @@ def run_eagerly(module: nn.Module) -> None:
             child.__dict__["_compiled_call_impl"] = None
         elif child.__dict__.get("_compiler_ctx") is not None:
             _uncompile_steps(child)
+
+
+@contextmanager
+def eager_meanwhile(module: nn.Module) -> Iterator[None]:
+    """Compiled modules run eagerly while this is open, whatever is planned inside; then they are compiled as before."""
+    before = [(child, type(child), dict(child.__dict__)) for child in module.modules() if _is_compiled(child)]
+    run_eagerly(module)
+    try:
+        yield
+    finally:
+        for child, kind, own in before:
+            object.__setattr__(child, "__class__", kind)
+            child.__dict__.clear()
+            child.__dict__.update(own)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = module.__dict__
+    marks = (own.get("_compiled_call_impl"), own.get("_compiler_ctx"))
+    return isinstance(module, OptimizedModule) or any(mark is not None for mark in marks)
 
 
 def run_eagerly_around(module: nn.Module, inner: Iterable[nn.Module]) -> list[str]:
