@@ -66,9 +66,12 @@ class Saving(Processes):
             return read_rest(path, weights_only)
         if type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and is_zipfile(path):
             # a memory map: every rank reads the bytes of its part; what others may keep is no part of the file
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return {k: v if k in ("state_dict", "optimizer_states") else _in_memory(v) for k, v in loaded.items()}
-        return super().load_checkpoint(path, weights_only)
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            return {
+                k: v if k in ("state_dict", "optimizer_states") else _in_memory(v)
+                for k, v in _of_a_run(loaded, path).items()
+            }
+        return _of_a_run(super().load_checkpoint(path, weights_only), path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._load_model(checkpoint, strict)
@@ -126,6 +129,19 @@ class Saving(Processes):
             self._engine.zero.loaded()
             if self._is_set_up:
                 self._load_masters(checkpoint)
+
+
+def _of_a_run(loaded: Any, path: Any) -> dict[str, Any]:
+    """Refuse a file that holds weights alone, of which Lightning's own migration says `KeyError`."""
+    if isinstance(loaded, dict) and "state_dict" in loaded:
+        return loaded
+    keys = [str(key) for key in loaded][:3] if isinstance(loaded, Mapping) else []
+    holds = f"the keys {', '.join(keys)}, ..." if keys else f"a {type(loaded).__name__}"
+    raise ConfigurationError(
+        f"{path} is no checkpoint of a run: it holds {holds} and no 'state_dict' with optimizers and epoch beside it, "
+        "which ckpt_path needs to go on. To begin with weights alone, load them in configure_model: "
+        "self.load_state_dict(torch.load(path, mmap=True)), or load_file of safetensors."
+    )
 
 
 def _in_memory(value: Any) -> Any:

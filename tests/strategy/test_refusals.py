@@ -302,8 +302,28 @@ def refuse(name: str) -> tuple[str, float]:
     return "", 0.0
 
 
+def resume_from_weights(path: str) -> str:
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, strategy=ThreeDStrategy(),
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(models.vectors(8), batch_size=8)
+    with pytest.raises(ConfigurationError) as error:
+        trainer.fit(models.LitMLP(), data, ckpt_path=path)
+    return str(error.value)
+
+
 def refuse_all(names: list[str]) -> list[tuple[str, float]]:
     return [refuse(name) for name in names]
+
+
+def test_weights_alone_are_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+    torch.save(models.LitMLP().state_dict(), tmp_path / "weights.pt")
+    (says,) = run_distributed(
+        resume_from_weights, 1, str(tmp_path / "weights.pt"), init_process_group=False, timeout=60
+    )
+    assert "weights.pt is no checkpoint of a run: it holds the keys" in says
+    assert "configure_model" in says
 
 
 def test_every_rank_refuses_at_set_up() -> None:
