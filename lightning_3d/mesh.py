@@ -65,8 +65,8 @@ class Mesh:
         tensor: Communicator over tp.
         data: Communicator over dp.
         pipeline: Communicator over pp; `peer(stage)` is a stage's index in it, the last stage has index 0.
-        forward, backward: Point-to-point communicators over pp, one per direction (NCCL runs the operations of one
-            communicator in order, so activations and gradients must not share one).
+        forward, backward: Point-to-point communicators over pp, for messages to later and to earlier stages (NCCL runs
+            what two ranks do on one communicator in order, so sends and receives must not share one).
         replica: Communicator over all ranks that hold one copy of the model; index 0 is on the last stage.
         world: Communicator over all ranks.
         control, replica_control: Communicators over dp and over the replica whose tensors live on the CPU, for what

@@ -3,7 +3,9 @@
 Both ends derive from the schedule which messages go from one stage to another, and in which order; that order is all
 they need. Receives are posted before they are needed. Sends do not block; what was sent is kept until a message comes
 back that its receiver can only have sent afterwards, and then let go (no waiting, no polling).
-One communicator for values and one for gradients: NCCL runs the operations of a communicator in order.
+One communicator for messages to later stages and one for those to earlier stages: NCCL runs the operations of two ranks
+on a communicator in order, so a receive that is posted ahead would hold up a send to the same rank. (In V-shaped and
+interleaved schedules values and gradients both travel both ways.)
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ class Channels:
 
     def send(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending."""
-        message, target = parcel.message, parcel.stage
+        target = parcel.stage
         if target == self.stage:
-            self._local[message] = [x.detach().clone() for x in tensors]
+            self._local[parcel.message] = [x.detach().clone() for x in tensors]
             return
-        communicator, peer = self._way(message), self.mesh.peer(target)
+        communicator, peer = self._way(self.stage, target), self.mesh.peer(target)
         pieces = [x.detach().contiguous() for x in tensors if x.numel()]
         outgoing = [(communicator.send_start(x, peer), x) for x in pieces]
         self._sent.setdefault(target, deque()).append(outgoing)
@@ -63,7 +65,7 @@ class Channels:
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start receiving these messages, each source's in the order it sends them."""
         for message, source, _, metas in parcels:
-            communicator, peer = self._way(message), self.mesh.peer(source)
+            communicator, peer = self._way(source, self.stage), self.mesh.peer(source)
             buffers = [torch.empty(m.wire, dtype=m.dtype, device=self.mesh.device) for m in metas]
             works = [communicator.receive_start(x, peer) for x in buffers if x.numel()]
             self._arrived[message] = _Incoming(works, buffers)
@@ -121,5 +123,5 @@ class Channels:
                 work.wait()
             self._let_go[target_stage] = self._let_go.get(target_stage, 0) + 1
 
-    def _way(self, message: Message) -> Communicator:
-        return self.mesh.forward if message.kind == "F" else self.mesh.backward
+    def _way(self, source: int, target: int) -> Communicator:
+        return self.mesh.forward if source < target else self.mesh.backward

@@ -85,9 +85,8 @@ class Routes:
                     posted.add(first.message)
                     self.posts.append(first)
             after.append(len(self.posts))
-        self.due, self.ahead = (
-            [after[min(k + more, len(mine) - 1)] for k in range(len(mine))] for more in (1, 2)
-        )  # fmt: skip
+        self.due = [*after[1:], *after[-1:]]
+        self.ahead = [*self.due[1:], *after[-1:]]
         left = [parcel.message for parcels in waiting.values() for parcel in parcels]
         assert not left, f"messages nobody takes: {left}"
 

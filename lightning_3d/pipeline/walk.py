@@ -83,7 +83,7 @@ class Walk:
         self.logged: list[list[Logged]] = [[] for _ in range(count)]
         self.live_peak = 0
         self._live: dict[tuple[int, int], Live] = {}
-        self._posted = 0
+        self._posted = self._number = 0
 
     def run(
         self,
@@ -106,7 +106,7 @@ class Walk:
         last_backward = max((k for k, action in enumerate(mine) if action.kind in ("B", "W")), default=-1)
         self.channels.begin(routes)
         try:
-            if mine and routes.needs[mine[0]]:  # what others are to send first; they may be short of cores till then
+            if mine and routes.needs[mine[0]]:  # it waits anyway: the stage that begins may need this core till then
                 self._settle()
             with self.program.run():
                 for k, action in enumerate(mine):

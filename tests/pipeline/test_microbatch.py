@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import PipelineError
+from lightning_3d.pipeline import microbatch as microbatch_room
 from lightning_3d.pipeline.batch_tree import signature
 from lightning_3d.pipeline.merge import merge
 from lightning_3d.pipeline.microbatch import split, split_with_sizes
@@ -367,3 +368,29 @@ def test_batches_of_every_form_train_like_one_process() -> None:
                 assert logged == pytest.approx(loss, rel=1e-9), (case, count)
                 worst = max(relative_error(found[n], p) for n, p in parameters.items())
                 assert worst <= 1e-9, (case, count, worst)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_the_short_way_cuts_as_the_rules_do(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of tensors alone; also after one in which a tensor was no part of the samples, and where a list is as
+    long as the batch."""
+
+    def batch(*sizes: int) -> Any:
+        tensors = [torch.arange(2.0 * n).view(n, 2) for n in sizes]
+        return dict(zip("abc", tensors, strict=False)) if kind is dict else kind(tensors)
+
+    def cut_all() -> tuple[Memory, list[Any]]:
+        memory: Memory = {}
+        batches = [batch(8, 8), batch(8, 8, 5), batch(5, 5, 5), batch(3, 3, 3), batch(1, 1)]
+        return memory, [split_with_sizes(each, 4, memory) for each in batches]
+
+    memory, short = cut_all()
+    monkeypatch.setattr(microbatch_room, "common_size", lambda _: None)
+    expected_memory, long = cut_all()
+    assert memory == expected_memory
+    for (cut, sizes), (expected, expected_sizes) in zip(short, long, strict=True):
+        assert sizes == expected_sizes
+        assert [signature(x) for x in cut] == [signature(x) for x in expected]
+        for a, b in zip(cut, expected, strict=True):
+            values = zip(*(x.values() if kind is dict else x for x in (a, b)), strict=True)
+            assert all(torch.equal(x, y) for x, y in values)
