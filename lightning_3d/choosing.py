@@ -7,7 +7,7 @@ The batch that the user's loader gives is that of one replica, as everywhere; la
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_3d.planner.planning import Plan, plan_batches
 from lightning_3d.planner.pricing import Priced
 from lightning_3d.planner.reasons import why_best
 from lightning_3d.planner.recipes import recipe_of_run
+from lightning_3d.planner.strategy_file import write_strategy
 from lightning_3d.planner.tables import choice_text
 from lightning_3d.planner.user_model import ModuleChain, chain_of_module
 from lightning_3d.recompute import check_modes
@@ -295,30 +296,3 @@ def _check_cut(question: Question, best: Priced) -> None:
         question.settings.pipeline_split,
         question.settings.forward_context,
     )
-
-
-def write_strategy(path: Path, arguments: Mapping[str, Any], class_path: str, **trainer: Any) -> None:
-    """A file that LightningCLI takes beside another one: `fit --config mine.yaml --config this.yaml`.
-
-    Args:
-        path: A .yaml file.
-        arguments: Of the strategy.
-        class_path: Of the strategy.
-        **trainer: More arguments of the Trainer.
-
-    Raises:
-        ConfigurationError: It cannot be written there.
-    """
-    import yaml
-
-    if path.suffix not in (".yaml", ".yml") or not path.resolve().parent.is_dir():
-        raise ConfigurationError(f"a layout is written into a .yaml file in a folder that exists, not {str(path)!r}.")
-    plain = {name: _plain(value) for name, value in arguments.items()}
-    strategy = {"class_path": class_path, "init_args": {"layout": None, **plain}}
-    path.write_text(yaml.safe_dump({"trainer": {**trainer, "strategy": strategy}}, sort_keys=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -27,17 +27,17 @@ from lightning_3d.choosing import (
     given_by,
     plan_that_can_be_cut,
     refusal,
-    write_strategy,
 )
 from lightning_3d.data import first_batch
 from lightning_3d.deferred import building, reading_later
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.pipeline import check_cut
 from lightning_3d.planner import Plan, this_machine
-from lightning_3d.planner.cluster import Cluster, read_cluster
+from lightning_3d.planner.cluster import Cluster, cluster_of_file
 from lightning_3d.planner.pricing import Priced
 from lightning_3d.planner.recipes import recipe_of_run
 from lightning_3d.planner.search import HEADROOM
+from lightning_3d.planner.strategy_file import check_writable, write_strategy
 from lightning_3d.planner.tables import explain_text, plan_text
 from lightning_3d.planner.user_model import chain_of_module
 from lightning_3d.settings import Settings
@@ -170,9 +170,11 @@ class Planning:
         Raises:
             ConfigurationError: The step cannot be looked at, or nothing fits.
         """
+        if yaml is not None:
+            check_writable(Path(yaml))
         where = _cluster(self.configured, gpus, gpu, gpus_per_node, internode, cluster)
         answer = _planned(self, model, datamodule, where, top, headroom)
-        said = explain_text(answer.explain(explain), answer.best) if explain else plan_text(answer)
+        said = explain_text(answer.explain(explain), answer.best) if explain is not None else plan_text(answer)
         print(said, end="", flush=True)
         if html is not None:
             print(f"\nwritten: {answer.html(html)}")
@@ -282,8 +284,8 @@ def _cluster(
         ConfigurationError: Something is missing.
     """
     if file is not None:
-        cluster = read_cluster(file)
-        return cluster.with_gpus(gpus) if gpus else cluster
+        said = {"gpu": gpu, "gpus_per_node": gpus_per_node, "internode": internode}
+        return cluster_of_file(file, gpus, [name for name, value in said.items() if value], "--{}".format)
     if gpu is None:
         return this_machine(gpus or configured.device_count())
     count = gpus if gpus is not None else configured.device_count()

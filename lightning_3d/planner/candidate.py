@@ -86,6 +86,13 @@ def candidate_for(layout: Layout, job: Job, micro_batch: int, recompute: str = "
     Raises:
         LayoutError: The global batch is not a multiple of dp x microbatch (x accumulated batches).
     """
+    if micro_batch < 1:
+        raise LayoutError(f"{layout}: microbatches of {micro_batch} samples (mbs{micro_batch}); at least 1 is needed.")
+    if sp and layout.tp == 1:
+        raise LayoutError(
+            f"{layout} with sequence parallelism (sp): it divides over the tensor-parallel ranks what TP leaves whole, "
+            "and there is one. Leave sp out, or choose tp2 or more."
+        )
     per_step = layout.dp * micro_batch * job.accumulate
     if job.global_batch % per_step:
         raise LayoutError(
@@ -119,8 +126,13 @@ def parse_candidate(text: str, gpus: int) -> Named:
         LayoutError: A part cannot be read, or the sizes do not fit the GPUs.
     """
     parts, micro_batch, recompute, sp = [], None, "none", False
+    given: dict[str, str] = {}
     for part in text.strip().lower().split("-"):
         match = re.fullmatch(r"mbs(\d+)", part)
+        kind = "mbs" if match else "recomputation" if part in RECOMPUTE else ""
+        if kind and kind in given:
+            raise LayoutError(f"layout {text!r} gives {kind} twice: {given[kind]!r} and {part!r}.")
+        given[kind] = part
         if match:
             micro_batch = int(match[1])
         elif part in RECOMPUTE:

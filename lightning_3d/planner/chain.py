@@ -108,11 +108,11 @@ def _shape_kinds(model: ModelShape) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _shape_works(model: ModelShape, at: Setting) -> tuple[Work, ...]:
-    dense = layer_work(model, 0, at)
-    moe = layer_work(model, model.layers - 1, at) if model.experts is not None else dense
-    if model.experts is not None and model.experts.dense_layers == 0:
-        dense = moe
-    return embedding_work(model, at), dense, moe, head_work(model, at)
+    kinds = _shape_kinds(model)
+    first = {kind: number - 1 for number, kind in reversed(list(enumerate(kinds))) if kind in (DENSE, MOE)}
+    layers = {kind: layer_work(model, layer, at) for kind, layer in first.items()}
+    some = next(iter(layers.values()))  # of a kind that the model does not have, nothing is asked
+    return embedding_work(model, at), layers.get(DENSE, some), layers.get(MOE, some), head_work(model, at)
 
 
 @lru_cache(maxsize=4096)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import ConfigurationError, near
 from lightning_3d.planner.constants import GENERATIONS
-from lightning_3d.planner.hardware import GB, Gpu, gpu_named
+from lightning_3d.planner.hardware import GB, GIB, Gpu, gpu_named
 
 _RATES = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "opa": 100, "roce": 0, "efa": 0, "eth": 0, "ib": 0}
 """Gbit/s of a network's name; 0: the number behind the name is the rate."""
@@ -44,6 +46,15 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.gpus < 1:
             raise ConfigurationError(f"a cluster of {self.gpus} GPUs: at least 1 is needed.")
+        for name, means in (("gpus_per_node", "usual for this GPU"), ("domain", "those of a machine")):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1 (0: {means}).")
+        if not (self.efficiency > 0 and self.latency >= 0 and 0 <= self.reserve < self.gpu.memory):
+            raise ConfigurationError(
+                f"efficiency {self.efficiency:g}, latency {self.latency:g} s, reserve {self.reserve / GIB:g} GiB: the "
+                f"first must be above 0, the others not below it, and {self.gpu.name} has "
+                f"{self.gpu.memory / GIB:.4g} GiB."
+            )
         per_node = self.gpus_per_node or self.gpu.gpus_per_node
         object.__setattr__(self, "gpus_per_node", min(per_node, self.gpus))
         if self.gpus % self.gpus_per_node:
@@ -98,19 +109,21 @@ def read_internode(text: str) -> tuple[float, int]:
     """
     match = re.fullmatch(r"([a-z]+)?(\d+)?(?:x(\d+))?", text.strip().lower())
     name = (match[1] or "ib") if match else ""
-    if match is None or name not in _RATES or not (match[2] or _RATES[name]):
+    rate, count = (int(match[2] or _RATES.get(name, 0)), int(match[3] or 1)) if match else (0, 0)
+    if name not in _RATES or not rate or not count:
         raise ConfigurationError(
             f"--internode is {text!r}; it is written like hdr200x8: a network ({', '.join(_RATES)}), Gbit/s of one "
             f"adapter, and adapters per machine.{near(name, _RATES)}"
         )
-    return float(match[2] or _RATES[name]) / 8 * GB, int(match[3] or 1)
+    return rate / 8 * GB, count
 
 
-_FILE_KEYS = {
-    "gpu", "gpus", "gpus_per_node", "internode", "domain", "memory_gib", "peak_tflops", "peak_fp8_tflops",
-    "memory_gb_per_s", "link_gb_per_s", "reserve_gib", "efficiency", "latency_us", "name",
-    "generation",
-}  # fmt: skip
+_TEXTS = ("gpu", "internode", "name", "generation")
+_WHOLE = ("gpus", "gpus_per_node", "domain")
+_POSITIVE = ("memory_gib", "peak_tflops", "peak_fp8_tflops", "memory_gb_per_s", "link_gb_per_s", "efficiency")
+_FILE_KEYS = {*_TEXTS, *_WHOLE, *_POSITIVE, "reserve_gib", "latency_us"}
+_MOST_EFFICIENT = 2.0
+"""A larger efficiency is a percentage that was meant as a share."""
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -139,15 +152,62 @@ def read_cluster(path: str | Path) -> Cluster:
     for key in ("gpu", "gpus"):
         if key not in data:
             raise ConfigurationError(f"{str(file)!r}: {key!r} is missing.")
-    gpu = _own_gpu(gpu_named(str(data["gpu"])), data)
-    cluster = Cluster.of(gpu, int(data["gpus"]), int(data.get("gpus_per_node", 0)), data.get("internode"))
+    for key, value in data.items():
+        wanted = _wrong(key, value)
+        if wanted:
+            raise ConfigurationError(f"{str(file)!r}: {key} is {value!r}; it must be {wanted}.")
+    gpu = _own_gpu(gpu_named(data["gpu"]), data)
+    cluster = Cluster.of(gpu, data["gpus"], data.get("gpus_per_node", 0), data.get("internode"))
+    domain = data.get("domain", cluster.domain)
+    if domain % cluster.gpus_per_node and cluster.gpus_per_node % domain:
+        raise ConfigurationError(
+            f"{str(file)!r}: domain is {domain}, but a machine has {cluster.gpus_per_node} GPUs: those that share the "
+            "fast link are a part of a machine that divides it, or several whole machines (72 for an NVL72)."
+        )
     return replace(
         cluster,
-        domain=int(data.get("domain", cluster.domain)),
+        domain=domain,
         reserve=float(data.get("reserve_gib", 0)) * 2**30,
         efficiency=float(data.get("efficiency", 1)),
         latency=float(data.get("latency_us", 0)) * 1e-6,
     )
+
+
+def cluster_of_file(path: str | Path, gpus: int | None, said: Sequence[str], flag: Callable[[str], str]) -> Cluster:
+    """A cluster file, of which a command line may say another number of GPUs.
+
+    Args:
+        path: The file.
+        gpus: How many GPUs; None: as it says.
+        said: What else the command line says, which is the file's to say.
+        flag: How a name is written there.
+
+    Raises:
+        ConfigurationError: Both say something.
+    """
+    cluster = read_cluster(path)
+    if said:
+        flags = " and ".join(flag(name) for name in said)
+        raise ConfigurationError(
+            f"{flags} and a cluster file both describe the machines, and only --gpus goes with a file. Leave "
+            f"{flags} out, or change {', '.join(repr(name) for name in said)} in {str(path)!r}."
+        )
+    return cluster if gpus is None else cluster.with_gpus(gpus)
+
+
+def _wrong(key: str, value: Any) -> str | None:
+    """What a value of a cluster file should be, if it is something else."""
+    if key in _TEXTS:
+        return None if isinstance(value, str) else "a text"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        return "a number, without its unit"
+    if key in _WHOLE:
+        return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
+    if key in _POSITIVE and value <= 0:
+        return "above 0"
+    if key == "efficiency" and value > _MOST_EFFICIENT:
+        return "a share of the usual speed: 0.95, not 95"
+    return "at least 0" if value < 0 else None
 
 
 def _own_gpu(gpu: Gpu, data: dict[str, Any]) -> Gpu:

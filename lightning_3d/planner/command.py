@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.planner.cluster import Cluster, read_cluster
+from lightning_3d.planner.cluster import Cluster, cluster_of_file
 from lightning_3d.planner.constants import SOFTWARE
-from lightning_3d.planner.planning import Plan, plan
+from lightning_3d.planner.planning import plan
 from lightning_3d.planner.recipes import RECIPES
 from lightning_3d.planner.search import HEADROOM
+from lightning_3d.planner.strategy_file import check_writable, write_strategy
 from lightning_3d.planner.tables import explain_text
 
 
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> str:
         from lightning_3d.planner.calibrate import calibrate
 
         return calibrate(args.calibrate)
+    if args.yaml is not None:
+        check_writable(args.yaml)
     answer = plan(
         _model(args),
         _cluster(args),
@@ -68,21 +71,13 @@ def run(args: argparse.Namespace) -> str:
         keep=args.top,
         headroom=args.headroom,
     )
-    said = explain_text(answer.explain(args.explain), answer.best) if args.explain else str(answer)
+    said = explain_text(answer.explain(args.explain), answer.best) if args.explain is not None else str(answer)
     if args.html is not None:
         said += f"\nwritten: {answer.html(args.html)}\n"
     if args.yaml is not None:
-        said += f"\nwritten: {write_yaml(answer, args.yaml)}\n"
+        write_strategy(args.yaml, answer.strategy_arguments(), "lightning_3d.ThreeDStrategy")
+        said += f"\nwritten: {args.yaml}\n"
     return said
-
-
-def write_yaml(answer: Plan, path: Path) -> Path:
-    """The best layout as arguments of the strategy, for LightningCLI (`trainer.strategy.init_args`)."""
-    import yaml
-
-    arguments = {"class_path": "lightning_3d.ThreeDStrategy", "init_args": answer.strategy_arguments()}
-    path.write_text(yaml.safe_dump({"trainer": {"strategy": arguments}}, sort_keys=False))
-    return path
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -97,14 +92,17 @@ def _model(args: argparse.Namespace) -> Any:
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     if args.cluster is not None:
-        cluster = read_cluster(args.cluster)
-        return cluster.with_gpus(args.gpus) if args.gpus else cluster
+        said = [name for name in ("gpu", "gpus_per_node", "internode") if getattr(args, name)]
+        return cluster_of_file(args.cluster, args.gpus, said, _flag)
     return Cluster.of(_needed(args, "gpu"), _needed(args, "gpus"), args.gpus_per_node, args.internode)
 
 
 def _needed(args: argparse.Namespace, name: str) -> Any:
     value = getattr(args, name)
     if value is None:
-        flag = "--" + name.replace("_", "-")
-        raise ConfigurationError(f"{flag} is missing; lightning-3d plan --help lists the flags.")
+        raise ConfigurationError(f"{_flag(name)} is missing; lightning-3d plan --help lists the flags.")
     return value
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

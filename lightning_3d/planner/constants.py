@@ -121,6 +121,8 @@ class Software:
             attention's scores (Korthikanti et al.).
         narrow: Whether fp8 keeps the inputs of linear layers in 8 bits.
         after_inputs: Share of a microbatch's activations that is kept between the two halves of a split backward.
+        splits_recomputed: Whether a split backward also splits windows whose blocks are computed again. This library
+            does not, since they would be computed again for each half: `I` does all of it, `W` nothing.
         bucket, buckets_in_flight: Bytes of a bucket of gradients, and how many may be reduced at once; 0: the recipe
             says all (`zero/engine.py`: without accumulation no more full-size gradients are kept than are under way).
         buffers: Bytes of communication buffers and workspaces.
@@ -153,6 +155,7 @@ class Software:
     narrow: bool = False
     keeps_products: bool = False
     after_inputs: float = 1.0
+    splits_recomputed: bool = True
     bucket: float = 0.0
     buckets_in_flight: int = 0
     buffers: float = 0.3e9
@@ -172,6 +175,7 @@ SOFTWARE: dict[str, Software] = {
         speed=0.85,
         balanced=True,
         gathers_once=True,
+        splits_recomputed=False,
         bucket=25 * 2**20,
         buckets_in_flight=3,
     ),
@@ -184,6 +188,7 @@ SOFTWARE: dict[str, Software] = {
         host=3e-3,
         balanced=True,
         gathers_once=True,
+        splits_recomputed=False,
         data_overlap=0.3,
         bucket=4 * 2**20,
         buckets_in_flight=3,

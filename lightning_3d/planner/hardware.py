@@ -89,9 +89,13 @@ class Gpu:
         }
         peak["fp8-rowwise"] = self.fp8
         if precision not in peak:
-            raise ConfigurationError(f"precision {precision!r} is not known; known are {', '.join(peak)}.")
+            raise ConfigurationError(
+                f"precision {precision!r} is not known; known are {', '.join(peak)}.{near(precision, peak)} What is "
+                "stored per parameter (bf16-mixed, bf16-true, ...) is the recipe."
+            )
         if not peak[precision] or (precision == "bf16" and self.generation == "volta"):
-            raise ConfigurationError(f"{self.name} has no fast {precision}; choose bf16 or fp16 (V100: fp16).")
+            others = "fp16" if self.generation == "volta" else "bf16 or fp16"
+            raise ConfigurationError(f"{self.name} has no fast {precision}; choose {others}.")
         return peak[precision]
 
 

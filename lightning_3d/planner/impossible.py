@@ -7,7 +7,7 @@ from lightning_3d.planner.candidate import Job
 from lightning_3d.planner.chain import Chain
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.given import Given
-from lightning_3d.planner.reasons import too_large_because
+from lightning_3d.planner.reasons import LEAST, too_large_because
 from lightning_3d.planner.recipes import recipe_named
 from lightning_3d.planner.search import HEADROOM, Found, least_gpus
 
@@ -46,7 +46,7 @@ def nothing_fits(
 def _nothing_left(chain: Chain, cluster: Cluster, found: Found, given: Given) -> ConfigurationError:
     """What is given, or cannot be run, leaves no layout that fits."""
     said = f" with {given}" if str(given) else ""
-    reasons = [f"{run.candidate}: {too_large_because(needed)}" for _, run, needed in found.too_large[:3]]
+    reasons = [f"{run.candidate}: {too_large_because(needed)} {LEAST}" for _, run, needed in found.too_large[:3]]
     reasons += [f"{sizes}: {why}." for sizes, why in found.reasons_once()[:5]]
     listed = "\n  ".join(reasons or ["no sizes are left."])
     return ConfigurationError(

@@ -12,7 +12,8 @@ import logging
 import os
 import platform
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import median
 
@@ -28,13 +29,15 @@ _log = logging.getLogger(__name__)
 _WITHIN = 0.3
 """Seconds of a measurement on one device."""
 _REPEATS = 4
+_MEASUREMENTS = 3
+"""The first so many runs measure, and the fastest counts: a machine that is busy with something else looks slow."""
 
 
 def cluster_of_run(world: Communicator, device: torch.device, machines: int) -> tuple[Cluster, str]:
     """The devices of this run with their speed, and the memory that is left on the fullest of them.
 
-    Speeds are measured once per machine and number of processes, and kept in `$LIGHTNING_3D_CACHE/machines`. Memory is
-    looked at every time.
+    Speeds are measured in the first three runs per machine and number of processes, and the fastest are kept in
+    `$LIGHTNING_3D_CACHE/machines`. Memory is looked at every time.
 
     Args:
         world: All ranks, neighbours on one machine.
@@ -44,18 +47,49 @@ def cluster_of_run(world: Communicator, device: torch.device, machines: int) -> 
     Returns:
         The cluster, and where its speeds come from.
 
-    Collectives over `world`: a broadcast and two all-gathers of a few numbers; where nothing is remembered, a few
+    Collectives over `world`: a broadcast and two all-gathers of a few numbers; where it is measured, a few
     all-reduces of 4 MB (CPU) or 64 MB.
     """
     file = memory_folder() / "machines" / f"{_key(world, device, machines)}.json"
-    rates = world.broadcast_object(_recall(file) if world.rank == 0 else None, 0)
-    where = f"speeds measured in an earlier run ({file})"
-    if rates is None:
-        rates = _measure(world, device, machines)
-        kept = _remember(file, rates) if world.rank == 0 else False
-        where = f"speeds measured now, kept in {file}" if kept else "speeds measured now"
+    known: Known | None = world.broadcast_object(_recall(file) if world.rank == 0 else None, 0)
+    if known is None or known.count < _MEASUREMENTS:
+        known = _faster(known, Known(_measure(world, device, machines), 1, time.time()))
+        kept = _remember(file, known) if world.rank == 0 else False
+        where = "speeds measured now" + (f", the fastest of {known.count} runs" if known.count > 1 else "")
+        where += f", kept in {file}" if kept else ""
+    else:
+        where = f"speeds measured {known.age}, the fastest of {known.count} runs (delete {file} to measure anew)"
+    rates = known.rates
     cluster = cluster_of(device, rates, world.size, machines)
     return replace(cluster, reserve=max(world.all_gather_object(_used_by_others(device)))), where
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is remembered of a machine.
+
+    Attributes:
+        rates: The fastest of all measurements.
+        count: How many there were.
+        when: Seconds since 1970 of the last one.
+    """
+
+    rates: Rates
+    count: int
+    when: float
+
+    @property
+    def age(self) -> str:
+        """In days or hours."""
+        hours = max(0, int((time.time() - self.when) / 3600))
+        number, unit = (hours // 24, "day") if hours >= 24 else (hours, "hour")
+        return f"{number} {unit}{'s' if number > 1 else ''} ago" if number else "less than an hour ago"
+
+
+def _faster(known: Known | None, new: Known) -> Known:
+    if known is None:
+        return new
+    return Known(Rates(*map(max, known.rates, new.rates)), known.count + 1, new.when)
 
 
 def _measure(world: Communicator, device: torch.device, machines: int) -> Rates:
@@ -105,19 +139,23 @@ def _key(world: Communicator, device: torch.device, machines: int) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _recall(file: Path) -> Rates | None:
+def _recall(file: Path) -> Known | None:
+    """What an earlier run wrote; a file that cannot be used is measured anew."""
     try:
-        return Rates(**{name: float(value) for name, value in json.loads(file.read_text()).items()})
-    except (OSError, ValueError, TypeError):
+        data = json.loads(file.read_text())
+        known = Known(Rates(**data["rates"]), data["count"], data["when"])
+        usable = all(isfinite(x) and x > 0 for x in (*known.rates[:3], known.count, known.when))
+        return known if usable and isfinite(known.rates.network) else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _remember(file: Path, rates: Rates) -> bool:
+def _remember(file: Path, known: Known) -> bool:
     """Whether it could be written; a folder that cannot be written to is no error."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(rates._asdict()))
+        partial.write_text(json.dumps({"rates": known.rates._asdict(), "count": known.count, "when": known.when}))
         partial.replace(file)
     except OSError as error:
         _log.debug(f"the machine's speed is not remembered: {error}")

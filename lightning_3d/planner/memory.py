@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_3d.pipeline.schedule import placement, windows_per_rank
 from lightning_3d.planner.playing import in_flight
 from lightning_3d.planner.recipes import Recipe, States, recipe_named, states
-from lightning_3d.planner.step_time import Run, block_times, windows_of
+from lightning_3d.planner.step_time import Run, block_times, halved_windows, windows_of
 from lightning_3d.planner.work import Params, Work
 
 _UNFIT = 0.5
@@ -102,7 +102,13 @@ def memory(run: Run) -> Memory:
     virtual = windows_per_rank(layout.schedule, layout.virtual)
     owners = placement(layout.schedule, layout.pp, virtual, layout.order)
     live = in_flight(
-        layout.schedule, layout.pp, run.candidate.microbatches, layout.virtual, layout.order, run.software.after_inputs
+        layout.schedule,
+        layout.pp,
+        run.candidate.microbatches,
+        layout.virtual,
+        layout.order,
+        run.software.after_inputs,
+        halved_windows(run),
     )
     stages = []
     for rank in range(layout.pp):

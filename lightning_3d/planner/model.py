@@ -35,6 +35,8 @@ class Experts:
         ffn: Inner size of one expert.
         shared_ffn: Inner size of the part that every token visits; 0: none.
         dense_layers: How many of the first layers have an ordinary MLP.
+        every: Of the others, every so manieth layer has experts, counted from the first layer of all (2: layers 1, 3,
+            5, ... from 0).
     """
 
     count: int
@@ -42,6 +44,11 @@ class Experts:
     ffn: int
     shared_ffn: int = 0
     dense_layers: int = 0
+    every: int = 1
+
+    def of_layer(self, layer: int) -> bool:
+        """Whether a layer has them."""
+        return layer >= self.dense_layers and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,13 @@ class ModelShape:
         head_dim: Size of a head; 0: `hidden / heads`.
         gated: Whether the MLP has three matrices (SwiGLU, GeGLU) instead of two.
         biases: Whether linear layers have biases (then norms are LayerNorms, with a bias, too).
+        attention_biases: Whether those of attention have them at least.
         tied: Whether the head shares the embedding's weight.
         positions: Number of learned positions; 0: rotary, ALiBi or none.
         dropout: Whether activations keep dropout masks.
         experts: A mixture of experts, if it has one.
         latent: Latent attention, if it has it.
+        causal: Whether a token attends to those before it only (an encoder's attend to all).
     """
 
     name: str
@@ -76,6 +85,8 @@ class ModelShape:
     dropout: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    attention_biases: bool = False
+    causal: bool = True
 
     def __post_init__(self) -> None:
         for size in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"):
@@ -128,7 +139,8 @@ class ModelShape:
     def attention_params(self) -> int:
         """Weights of one layer's attention."""
         weights = sum(rows * columns for rows, columns in self.attention_matrices)
-        return weights + (sum(columns for _, columns in self.attention_matrices) if self.biases else 0)
+        biases = self.biases or self.attention_biases
+        return weights + (sum(columns for _, columns in self.attention_matrices) if biases else 0)
 
     @property
     def norm_params(self) -> int:
@@ -137,7 +149,7 @@ class ModelShape:
 
     def moe(self, layer: int) -> Experts | None:
         """The experts of a layer, if it has any."""
-        return self.experts if self.experts is not None and layer >= self.experts.dense_layers else None
+        return self.experts if self.experts is not None and self.experts.of_layer(layer) else None
 
     def dense_mlp_params(self, layer: int) -> int:
         """Weights of what every token passes in the MLP's place (with experts: the router and the shared part)."""
@@ -175,7 +187,7 @@ class ModelShape:
         if self.experts is None:
             return self.params
         idle = self.experts.count - self.experts.active
-        layers = self.layers - self.experts.dense_layers
+        layers = sum(map(self.experts.of_layer, range(self.layers)))
         return self.params - layers * idle * self.mlp_params(self.experts.ffn)
 
     def flops_per_token(self, seq: int, *, causal: bool, embeddings: bool = False) -> float:
@@ -188,4 +200,4 @@ class ModelShape:
         """
         params = self.active_params - (0 if embeddings or self.tied else self.embedding_params)
         attention = (self.q_dim + self.v_dim) / 2 * self.layers * seq
-        return 6.0 * params + (6.0 if causal else 12.0) * attention
+        return 6.0 * params + (6.0 if causal and self.causal else 12.0) * attention

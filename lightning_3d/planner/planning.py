@@ -155,6 +155,7 @@ def plan(
     Raises:
         ConfigurationError: A name is not known, or no layout fits; the error says how many GPUs would be enough.
     """
+    check_shown(keep, headroom)
     place = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
     chain, length = chain_of(model, seq)
     if software == "lightning_3d" and place.gpu.generation == "cpu":
@@ -195,6 +196,7 @@ def plan_batches(
         ConfigurationError: No layout can be run, or none fits.
     """
     assert given.batch is not None
+    check_shown(keep, headroom)
     software = "lightning_3d-cpu" if cluster.gpu.generation == "cpu" else "lightning_3d"
     cluster.gpu.peak(precision)
     recipe_named(recipe)
@@ -205,6 +207,18 @@ def plan_batches(
     if not found.ranked:
         raise nothing_fits(chain, cluster, job, found, given)
     return Plan(chain, cluster, job, found, given=given)
+
+
+def check_shown(keep: int, headroom: float) -> None:
+    """Refuse numbers of layouts, and shares of memory, that leave nothing.
+
+    Raises:
+        ConfigurationError: They do.
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ConfigurationError(f"{keep!r} layouts cannot be shown (top, keep): at least 1 is needed.")
+    if not 0 <= headroom < 1:
+        raise ConfigurationError(f"headroom is {headroom!r}; it is a share of the memory: 0.05 leaves 5 % free.")
 
 
 def _recipe_of(software: str, precision: str) -> str:

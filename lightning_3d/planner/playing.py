@@ -125,25 +125,32 @@ def durations(windows: Sequence[Window]) -> Mapping[tuple[Kind, int], float]:
 
 @lru_cache(maxsize=4096)
 def in_flight(
-    schedule: str, stages: int, microbatches: int, virtual: int, order: str = "looped", after_inputs: float = 1.0
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    virtual: int,
+    order: str = "looped",
+    after_inputs: float = 1.0,
+    halved: tuple[bool, ...] | None = None,
 ) -> tuple[tuple[float, ...], ...]:
     """Per rank and window of this rank, microbatches that are live when this rank holds most of them.
 
     Read off the action list: what has run forward and not yet backward. With split backwards `after_inputs` of it stays
-    after `I`, until `W`.
+    after `I`, until `W`, in the windows that `halved` says (default: all); in the others `I` is the whole backward.
     """
     virtual = windows_per_rank(schedule, virtual)
     few = min(microbatches, 2 * stages + (stages if virtual > 1 else 0))
     few = microbatches if schedule == "gpipe" else few
     lists: Sequence[Sequence[Action]] = schedule_lists(schedule, stages, few, virtual, order)
     owners = placement(schedule, stages, virtual, order)
-    changes = {"F": 1.0, "B": -1.0, "I": after_inputs - 1.0, "W": -after_inputs}
+    kept = [after_inputs if halved is None or halved[w] else 0.0 for w in range(len(owners))]
     peaks: list[tuple[float, ...]] = []
     for rank, actions in enumerate(lists):
         mine = [w for w, owner in enumerate(owners) if owner == rank]
         live, most = dict.fromkeys(mine, 0.0), (0.0,) * len(mine)
         for action in actions:
-            live[action.stage] += changes[action.kind]
+            stays = kept[action.stage]
+            live[action.stage] += {"F": 1.0, "B": -1.0, "I": stays - 1.0, "W": -stays}[action.kind]
             if action.kind == "F":
                 most = max(most, tuple(live[w] for w in mine), key=sum)
         peaks.append(most)

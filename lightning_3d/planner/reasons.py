@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
-from lightning_3d.planner.candidate import Candidate
+from lightning_3d.planner.candidate import Candidate, Job
 from lightning_3d.planner.hardware import GB, GIB
-from lightning_3d.planner.memory import Memory
+from lightning_3d.planner.memory import Memory, StageMemory
 from lightning_3d.planner.pricing import Priced, price
 from lightning_3d.planner.search import Found
 from lightning_3d.planner.step_time import Run, block_times
@@ -29,6 +29,7 @@ _PARTS = {
     "optimizer": "updates more parameters per GPU",
 }
 _TOO_LARGE = 4
+LEAST = "Nothing else with these sizes needs less."
 
 
 def slower_because(other: Priced, best: Priced) -> str:
@@ -64,7 +65,7 @@ def rejections(found: Found, best: Priced | None) -> list[tuple[str, str]]:
     for seconds, run, needed in found.too_large:
         if best is not None and seconds >= best.seconds_per_sample:
             break
-        reasons.append((str(run.candidate), too_large_because(needed)))
+        reasons.append((str(run.candidate), f"{too_large_because(needed)} {LEAST}"))
         if len(reasons) >= 2 * _TOO_LARGE:
             break
     skipped = found.counted["batch not divisible by dp"]
@@ -80,9 +81,14 @@ def too_large_because(needed: Memory) -> str:
     return (
         f"{where} would need {peak.total / GIB:.1f} GiB of {needed.available / GIB:.1f}: model states "
         f"{peak.states / GIB:.1f}, activations of {peak.in_flight:.4g} microbatch{'es' if peak.in_flight != 1 else ''} "
-        f"in flight {peak.activations / GIB:.1f}, the rest {(peak.total - peak.states - peak.activations) / GIB:.1f} "
-        "(this is with full recomputation and ZeRO-3 where there are replicas)."
+        f"in flight {peak.activations / GIB:.1f}, {_largest(peak)} {getattr(peak, _largest(peak)) / GIB:.1f}, the rest "
+        f"{(peak.total - peak.states - peak.activations - getattr(peak, _largest(peak))) / GIB:.1f}."
     )
+
+
+def _largest(stage: StageMemory) -> str:
+    """The largest part of what is neither model states nor activations."""
+    return max(("buffers", "passing", "reserve", "context"), key=lambda part: float(getattr(stage, part)))
 
 
 def _leaves_the_machine(best: Priced) -> tuple[str, str] | None:
@@ -120,6 +126,16 @@ def _leaves_the_machine(best: Priced) -> tuple[str, str] | None:
 def _mb(priced: Priced) -> str:
     works, _ = block_times(priced.run)
     return f"{max(work.tp_payload for work in works) / 1e6:.3g}"
+
+
+def not_run(job: Job) -> str | None:
+    """What is priced although this version does not run it."""
+    if not job.precision.startswith(("fp8", "fp4")) or not job.software.startswith("lightning_3d"):
+        return None
+    return (
+        f"note: {job.precision} is priced, but this version of lightning_3d has no products in {job.precision}: in a "
+        "run they are in bf16. For what it does today, plan with --precision bf16."
+    )
 
 
 def not_here_yet(run: Run) -> str | None:

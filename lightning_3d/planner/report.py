@@ -12,7 +12,7 @@ from lightning_3d.planner import svg
 from lightning_3d.planner.hardware import GIB
 from lightning_3d.planner.playing import timing
 from lightning_3d.planner.pricing import Priced
-from lightning_3d.planner.reasons import slower_because
+from lightning_3d.planner.reasons import not_run, slower_because
 from lightning_3d.planner.step_time import message_seconds, window_seconds
 from lightning_3d.planner.tables import CONVENTIONS, MEMORY_PARTS, TIME_PARTS, seconds_text
 
@@ -54,7 +54,7 @@ def page(plan: Plan) -> str:
         f"<p>{plan.chain.params / 1e9:.4g} billion parameters; global batch {plan.job.global_batch} x {plan.job.seq} "
         f"tokens; {escape(plan.job.precision)}; {escape(str(plan.cluster))}. Best: <b>{escape(str(best))}</b>, "
         f"{seconds_text(best.seconds)} s a step, {best.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, "
-        f"{100 * best.mfu():.1f} % of the peak.</p>",
+        f"{100 * best.mfu():.1f} % of the peak. {escape(not_run(plan.job) or '')}</p>",
         "<h2>Layouts that fit</h2>",
         _table(plan),
         "<h2>Memory of a GPU by stage (GiB), best layout</h2>",

@@ -240,6 +240,9 @@ def _least(chain: Chain, cluster: Cluster, job: Job, candidate: Candidate, found
     layout = candidate.layout
     fits = False
     first: Run | None = None
+    least: tuple[Run, Memory] | None = (
+        None  # ZeRO-3 in a pipeline may need more than ZeRO-1: all parameters are gathered
+    )
     stages, ways = given.stages(layout), given.recomputations()
     for zero in stages:
         if zero != stages[0] and given.refuses(replace(layout, zero=zero)):
@@ -254,12 +257,15 @@ def _least(chain: Chain, cluster: Cluster, job: Job, candidate: Candidate, found
                 yield run
                 break
             first = first or run
+            if least is None or needed.peak.total < least[1].peak.total:
+                least = run, needed
         if fits and recompute == ways[0]:
             return
     if not fits:
         assert first is not None
+        assert least is not None
         found.counted["too large"] += 1
-        found.too_large.append((_of_a_sample(estimated_seconds(first), run), run, needed))
+        found.too_large.append((_of_a_sample(estimated_seconds(first), first), *least))
 
 
 def least_gpus(chain: Chain, cluster: Cluster, job: Job, most: int = 65536) -> int | None:

@@ -162,6 +162,13 @@ def windows_of(run: Run) -> tuple[tuple[int, ...], ...]:
     return cut(run.chain.kinds, costs, windows, not run.software.balanced)
 
 
+def halved_windows(run: Run) -> tuple[bool, ...]:
+    """Per window, whether a split backward leaves the gradients of its weights for later."""
+    ends = (run.chain.kinds[0], run.chain.kinds[-1])
+    always = run.candidate.recompute == "none" or run.software.splits_recomputed
+    return tuple(always or all(run.chain.kinds[block] in ends for block in blocks) for blocks in windows_of(run))
+
+
 def step_time(run: Run, split: bool = True) -> StepTime:
     """Seconds of a step by part.
 
@@ -210,16 +217,17 @@ def estimated_seconds(run: Run) -> float:
     virtual = windows_per_rank(layout.schedule, layout.virtual)
     owners = placement(layout.schedule, layout.pp, virtual, layout.order)
     of_rank = [Seconds() for _ in range(layout.pp)]
-    for blocks, owner in zip(windows, owners, strict=True):
-        of_rank[owner] += _sum(seconds, run.chain.kinds, blocks)
+    later = 0.0  # seconds of the gradients of weights that wait, of a mean rank
+    for blocks, owner, halved in zip(windows, owners, halved_windows(run), strict=True):
+        total = _sum(seconds, run.chain.kinds, blocks)
+        of_rank[owner] += total
+        later += total.weights / layout.pp if halved else 0.0
     one = [s.whole_forward + s.whole_inputs + s.weights for s in of_rank]
     mean = Seconds()
     for of_one in of_rank:
         mean += of_one.times(1 / layout.pp)
-    idle = {
-        "zb_h1": mean.whole_forward + mean.whole_inputs - mean.weights,
-        "zb_v": max(0.0, mean.whole_forward + mean.whole_inputs - 2 * mean.weights) / 2,
-    }.get(layout.schedule, (mean.whole_forward + mean.whole_inputs + mean.weights) / virtual)
+    whole = mean.whole_forward + mean.whole_inputs + mean.weights
+    idle = {"zb_h1": whole - 2 * later, "zb_v": max(0.0, whole - 3 * later) / 2}.get(layout.schedule, whole / virtual)
     send = message_seconds(run)
     messages = 2 * send * (layout.pp - 1) * (1 + candidate.microbatches / layout.pp) if layout.pp > 1 else 0.0
     if virtual > 1 and not run.software.pipeline_overlap:
@@ -244,11 +252,16 @@ def message_seconds(run: Run) -> float:
 def window_seconds(run: Run) -> tuple[Window, ...]:
     """Seconds of one microbatch in each window: for drawing the step."""
     _, seconds = block_times(run)
-    return tuple(_window(_sum(seconds, run.chain.kinds, blocks), 0.0) for blocks in windows_of(run))
+    return _windows(run, [_sum(seconds, run.chain.kinds, blocks) for blocks in windows_of(run)], 0.0)
 
 
-def _window(s: Seconds, blocking: float) -> Window:
-    return Window(s.whole_forward + blocking, s.whole_inputs + blocking, s.weights)
+def _windows(run: Run, sums: list[Seconds], blocking: float) -> tuple[Window, ...]:
+    return tuple(_window(s, blocking, halved) for s, halved in zip(sums, halved_windows(run), strict=True))
+
+
+def _window(s: Seconds, blocking: float, halved: bool) -> Window:
+    inputs = s.whole_inputs + blocking
+    return Window(s.whole_forward + blocking, inputs if halved else inputs + s.weights, s.weights if halved else 0.0)
 
 
 def _sum(seconds: tuple[Seconds, ...], kinds: tuple[int, ...], blocks: tuple[int, ...]) -> Seconds:
@@ -260,7 +273,7 @@ def _sum(seconds: tuple[Seconds, ...], kinds: tuple[int, ...], blocks: tuple[int
 
 def _played(run: Run, sums: list[Seconds], send: float, blocking: float) -> Played:
     layout = run.candidate.layout
-    windows = tuple(_window(s, blocking) for s in sums)
+    windows = _windows(run, sums, blocking)
     return play(layout.schedule, layout.pp, run.candidate.microbatches, layout.virtual, windows, send, layout.order)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from lightning_3d.planner.hardware import GIB
 from lightning_3d.planner.memory import StageMemory
 from lightning_3d.planner.pricing import Priced
-from lightning_3d.planner.reasons import slower_because, too_large_because
+from lightning_3d.planner.reasons import not_run, slower_because, too_large_because
 
 if TYPE_CHECKING:
     from lightning_3d.planner.planning import Plan
@@ -33,12 +34,15 @@ TIME_PARTS = (
 _COMPARED = 6
 """So many layouts are shown where one is only to be chosen."""
 _NARROWEST = 120
+_WIDTH = 80
 CONVENTIONS = ("model_causal", "model_full", "hardware")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A plain table; all but the first `left` columns are right-aligned."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    made = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for number, name in enumerate(columns):
         made.add_column(name, justify="left" if number < left else "right", no_wrap=True)
     for row in rows:
@@ -70,7 +74,17 @@ def plan_text(plan: Plan) -> str:
         f"{counted['too large']} too large, {counted['played']} played action by action"
     )
     tail = f"best: {best}   {_arguments(plan)}"
-    return text(head, ranked_table(plan), time_table(plan), rejected_table(plan), tail)
+    tables = (ranked_table(plan), memory_of_ranked(plan), speed_table(plan), time_table(plan))
+    notes = [note for note in [not_run(plan.job)] if note]
+    return text(*map(_wrapped, (head, *notes)), *tables, reasons_text(plan), rejected_text(plan), _wrapped(tail))
+
+
+def _wrapped(lines: str, indent: str = "") -> str:
+    """Lines of text no wider than a terminal."""
+    return "\n".join(
+        textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in lines.splitlines()
+    )
 
 
 def choice_text(plan: Plan, reason: str, arguments: Mapping[str, Any], where: str, width: int) -> str:
@@ -117,53 +131,62 @@ def _batch_text(plan: Plan) -> str:
 
 
 def ranked_table(plan: Plan) -> Table:
-    """The layouts, their sizes, memory of the worst stage, speed and MFU."""
-    columns = [
-        "#", "tp", "pp", "dp", "cp", "ep", "zero", "schedule", "v", "mbs", "m", "recompute", "sp", "GiB", "stage",
-        "states", "activations", "rest", "batch", "s/step", "tokens/s/GPU", "MFU causal", "full", "hardware", "why",
-    ]  # fmt: skip
+    """The layouts, whose names say everything that is chosen, their memory and their speed."""
+    rows = [
+        [str(number), str(p), f"{p.memory.peak.total / GIB:.1f}", seconds_text(p.seconds)]
+        for number, p in enumerate(plan.ranked, 1)
+    ]
+    return table("layouts that fit, best first", ["#", "layout", "GiB", "s/step"], rows, left=2)
+
+
+def memory_of_ranked(plan: Plan) -> Table:
+    """What fills the worst stage of every layout."""
+    columns = ["#", "m", "batch", "GiB", "of stage", "states", "activations", "rest"]
     rows = []
     for number, p in enumerate(plan.ranked, 1):
-        layout, candidate, peak = p.run.candidate.layout, p.run.candidate, p.memory.peak
-        sizes = [layout.tp, layout.pp, layout.dp, layout.cp, layout.ep, layout.zero]
+        peak = p.memory.peak
+        parts = (peak.states, peak.activations, peak.total - peak.states - peak.activations)
         rows.append(
             [
                 str(number),
-                *map(str, sizes),
-                layout.schedule if layout.pp > 1 else "-",
-                str(layout.virtual),
-                str(candidate.micro_batch),
-                str(candidate.microbatches),
-                candidate.recompute,
-                "yes" if candidate.sequence_parallel else "no",
+                str(p.run.candidate.microbatches),
+                str(p.run.job.global_batch),
                 f"{peak.total / GIB:.1f}",
                 str(p.memory.worst),
-                f"{peak.states / GIB:.1f}",
-                f"{peak.activations / GIB:.1f}",
-                f"{(peak.total - peak.states - peak.activations) / GIB:.1f}",
-                str(p.run.job.global_batch),
-                seconds_text(p.seconds),
-                f"{p.tokens_per_second_per_gpu:,.0f}",
-                *(f"{100 * p.mfu(name):.1f}" for name in CONVENTIONS),
-                slower_because(p, plan.best),
+                *(f"{part / GIB:.1f}" for part in parts),
             ]
         )
-    return table("layouts that fit, best first", columns, rows)
+    return table("batch, and GiB of the fullest stage", columns, rows)
+
+
+def speed_table(plan: Plan) -> Table:
+    """Tokens per second, and the share of the peak in three ways of counting."""
+    columns = ["#", "tokens/s/GPU", "MFU causal", "full", "hardware"]
+    rows = [
+        [str(number), f"{p.tokens_per_second_per_gpu:,.0f}", *(f"{100 * p.mfu(name):.1f}" for name in CONVENTIONS)]
+        for number, p in enumerate(plan.ranked, 1)
+    ]
+    return table("speed, and MFU in %", columns, rows)
 
 
 def time_table(plan: Plan) -> Table:
-    """Seconds by part."""
-    columns = ["#", "layout", *(_says(part) for part in TIME_PARTS), "dp hidden"]
+    """Seconds by part; parts that no layout has are left out."""
+    parts = [part for part in TIME_PARTS if any(getattr(p.time, part) for p in plan.ranked)]
     rows = [
         [
             str(number),
-            str(p),
-            *(seconds_text(getattr(p.time, part)) for part in TIME_PARTS),
+            *(seconds_text(getattr(p.time, part)) for part in parts),
             seconds_text(p.time.data_hidden),
         ]
         for number, p in enumerate(plan.ranked, 1)
     ]
-    return table("seconds of a step by part", columns, rows, left=2)
+    return table("seconds of a step by part", ["#", *(_says(part) for part in parts), "dp hidden"], rows)
+
+
+def reasons_text(plan: Plan) -> str:
+    """What costs the others their time."""
+    lines = [f"{number}  {slower_because(p, plan.best)}" for number, p in enumerate(plan.ranked, 1)]
+    return "\n".join(["why (relative to the best)", *(_wrapped(line, "   ") for line in lines)])
 
 
 def _says(part: str) -> str:
@@ -178,16 +201,12 @@ def _says(part: str) -> str:
     return names.get(part, part)
 
 
-def rejected_table(plan: Plan) -> Table | str:
+def rejected_text(plan: Plan) -> str:
     """What is out, and why."""
     if not plan.rejected:
         return "nothing faster was rejected"
-    made = Table(title="rejected", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    made.add_column("layout", no_wrap=True)
-    made.add_column("reason", max_width=140)
-    for name, why in plan.rejected:
-        made.add_row(name, why)
-    return made
+    lines = (f"{name}: {why}" for name, why in plan.rejected)
+    return "\n".join(["rejected", *(_wrapped(line, "    ") for line in lines)])
 
 
 def explain_text(p: Priced, best: Priced | None = None) -> str:
@@ -198,7 +217,10 @@ def explain_text(p: Priced, best: Priced | None = None) -> str:
         f"{p} of {run.chain.name} on {run.cluster}",
         f"{run.candidate.microbatches} microbatches of {run.candidate.micro_batch} x {run.job.seq} tokens; {fits}",
     ]
-    against = [f"against {best}: {slower_because(p, best)}"] if best is not None and str(best) != str(p) else []
+    against = []
+    if best is not None and str(best) != str(p):
+        against = [f"against {best}, {seconds_text(best.seconds)} s: {slower_because(p, best)}"]
+    against += [note for note in [not_run(run.job)] if note]
     numbers = [
         [name.replace("_", " "), f"{p.flops_per_second(name) / 1e12:.1f}", f"{100 * p.mfu(name):.1f} %"]
         for name in CONVENTIONS
@@ -208,8 +230,9 @@ def explain_text(p: Priced, best: Priced | None = None) -> str:
     ]
     parts += [["total", seconds_text(p.seconds), "100 %"], ["DP hidden", seconds_text(p.time.data_hidden), ""]]
     return text(
-        "\n".join(lines + against),
+        _wrapped("\n".join(lines + against)),
         memory_table(p.memory.stages),
+        states_table(p.memory.stages),
         table("seconds of a step", ["part", "s", "share"], parts),
         table("speed", ["operations counted", "TFLOP/s per GPU", "MFU"], numbers),
         f"{p.tokens_per_second:,.0f} tokens/s, {p.tokens_per_second_per_gpu:,.0f} per GPU",
@@ -218,18 +241,27 @@ def explain_text(p: Priced, best: Priced | None = None) -> str:
 
 def memory_table(stages: Sequence[StageMemory]) -> Table:
     """GiB of every stage by part."""
-    columns = ["stage", "blocks", "in flight", *MEMORY_PARTS, "total"]
+    parts = ("states", *MEMORY_PARTS[3:])
+    columns = ["stage", "in flight", *parts, "total"]
     rows = [
         [
             str(number),
-            str(stage.blocks),
             f"{stage.in_flight:.4g}",
-            *(f"{getattr(stage, part) / GIB:.2f}" for part in MEMORY_PARTS),
+            *(f"{getattr(stage, part) / GIB:.2f}" for part in parts),
             f"{stage.total / GIB:.2f}",
         ]
         for number, stage in enumerate(stages)
     ]
     return table("GiB of a GPU by stage", columns, rows)
+
+
+def states_table(stages: Sequence[StageMemory]) -> Table:
+    """GiB of the model states of every stage."""
+    rows = [
+        [str(number), str(stage.blocks), *(f"{getattr(stage, part) / GIB:.2f}" for part in MEMORY_PARTS[:3])]
+        for number, stage in enumerate(stages)
+    ]
+    return table("its blocks, and GiB of its states", ["stage", "blocks", *MEMORY_PARTS[:3]], rows)
 
 
 def seconds_text(seconds: float) -> str:

@@ -140,7 +140,7 @@ def layer_work(model: ModelShape, layer: int, at: Setting) -> Work:
         inner = share(experts.ffn, tp)
         matmuls += [(tokens, h, experts.count)] + local * [(rows, h, wide * inner), (rows, inner, h)]
         routed = experts.active * inner
-    attention = 2.0 * tokens * at.seq * (q + v) * (0.5 if at.flash else 1.0)
+    attention = 2.0 * tokens * at.seq * (q + v) * (0.5 if at.flash and model.causal else 1.0)
     scores = 0.0 if at.flash else float(tokens) * at.seq * heads
     whole = tokens * h * width / (tp if at.sp else 1)
     inner_bytes = tokens * (ffn + routed) * width

@@ -10,9 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.planner.chain import DENSE, MOE, ShapeChain
 from lightning_3d.planner.hf_config import read_hf_config, shape_of_hf_config
 from lightning_3d.planner.model import ModelShape
 from lightning_3d.planner.presets import PRESETS, preset
+from lightning_3d.planner.work import Setting
 
 BILLIONS = {
     "gpt-1.7b": 1.652, "gpt-39b": 39.1, "gpt-145b": 145.6, "gpt-530b": 529.6, "gpt-1t": 1008.0, "gpt3-175b": 174.6,
@@ -84,3 +86,61 @@ def test_errors_name_the_near_ones() -> None:
         ModelShape("x", 2, 64, 256, 5, 5, 100)
     with pytest.raises(ConfigurationError, match="no file"):
         read_hf_config("nowhere/config.json")
+
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "intermediate_size": 160,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "jamba", "mamba_d_state": 16}, "layers besides attention and MLP .mamba_d_state"),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+            "of kind linear_attention",
+        ),
+        ({"model_type": "albert"}, "is no decoder"),
+        ({"model_type": "new", "architectures": ["NewForCTC"]}, "is no decoder"),
+        ({"model_type": "opt", "word_embed_proj_dim": 32}, "embedding of word_embed_proj_dim 32 in front of"),
+        ({"model_type": "wrapped", "text_config": {"model_type": "x", "ssm_state": 8}}, "layers besides attention"),
+        ({"num_experts": 8, "mlp_only_layers": [2]}, "mlp_only_layers \\[2\\]"),
+        ({"num_hidden_layers": "six"}, "num_hidden_layers in the model's config is 'six'"),
+        ({"num_key_value_heads": [1, 2]}, "is \\[1, 2\\]; a whole number is expected"),
+    ],
+)
+def test_what_is_no_transformer_of_equal_layers_is_not_read_as_one(config: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{why}.*--module"):
+        shape_of_hf_config({**SIZES, **config}, "x")
+
+
+def test_what_configs_say_in_their_own_way() -> None:
+    """Counted by hand: key/value heads, layers with experts, biases, the mask."""
+    falcon = {**SIZES, "model_type": "falcon", "num_kv_heads": 4, "multi_query": True}
+    assert shape_of_hf_config(falcon).kv_heads == 1
+    assert shape_of_hf_config({**falcon, "new_decoder_architecture": True}).kv_heads == 4
+    sparse = {
+        **SIZES,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+    }
+    shape = shape_of_hf_config({**sparse, "mlp_only_layers": [0, 1]})
+    assert [shape.moe(layer) is not None for layer in range(6)] == [False, False, False, True, False, True]
+    attention, mlp, experts = 4 * 64 * 64, 3 * 64 * 160, 8 * 3 * 64 * 32 + 64 * 8
+    assert shape.params == 2 * 64 * 100 + 64 + 6 * (attention + 2 * 64) + 4 * mlp + 2 * experts
+    assert shape.params - shape.active_params == 2 * 6 * 3 * 64 * 32
+    works = ShapeChain(shape).works(Setting(tokens=16, seq=16, samples=1))
+    assert [works[kind].params.experts for kind in (DENSE, MOE)] == [0, 8 * 3 * 64 * 32]
+    plain = shape_of_hf_config(SIZES)
+    assert shape_of_hf_config({**SIZES, "attention_bias": True}).params - plain.params == 6 * 4 * 64
+    text = shape_of_hf_config({"model_type": "llava", "text_config": SIZES}, "llava")
+    assert (text.params, text.name) == (plain.params, "llava (its language model alone)")
+    encoder = shape_of_hf_config({**SIZES, "model_type": "bert", "max_position_embeddings": 32})
+    assert encoder.flops_per_token(32, causal=True) == encoder.flops_per_token(32, causal=False)
