@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from lightning_3d.asked import Asked
@@ -215,7 +214,7 @@ def _choose(question: Question, cluster: Cluster, where: str) -> Chosen:
     said = {name: value for name, value in said.items() if value is not None}
     compared = tuple((str(p), p.samples_per_second, {**plan.strategy_arguments(p), **said}) for p in plan.ranked)
     arguments, reason = compared[0][2], why_best(plan)
-    text = choice_text(plan, reason, arguments, where, Console().width)
+    text = choice_text(plan, reason, arguments, where)
     return Chosen(layout, arguments, reason, text, compared)
 
 

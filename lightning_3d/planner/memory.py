@@ -108,7 +108,7 @@ def memory(run: Run) -> Memory:
         layout.virtual,
         layout.order,
         run.software.after_inputs,
-        halved_windows(run),
+        halved_windows(run, windows),
     )
     stages = []
     for rank in range(layout.pp):

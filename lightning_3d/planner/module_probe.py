@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.pipeline import batch_size, find_atoms
@@ -149,7 +149,10 @@ class _Recorder(TorchDispatchMode):
             call_step(self.module, "training_step", batch, 0)
         pieces = [piece for piece in self.pieces if piece.parameters or piece.products or piece.moved]
         if not pieces:
-            raise ConfigurationError(f"training_step of {type(self.module).__name__} uses no parameters.")
+            raise ConfigurationError(
+                f"training_step of {type(self.module).__name__} uses no parameters in its first batch, so there is "
+                "nothing to divide. If it skips some batches (returns None), let the first one be computed."
+            )
         return pieces
 
     def _enter(self, name: str) -> Any:
@@ -170,7 +173,10 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = _on_ones(func, args, kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._use(tensors)
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
@@ -199,6 +205,17 @@ class _Recorder(TorchDispatchMode):
                 self.seen.add(name)
                 self.pieces[-1].frozen |= {name} & self.frozen
                 self.pieces[-1].parameters[name] = x.untyped_storage().nbytes() // x.element_size()
+
+
+def _on_ones(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation whose result's shape depends on values (a metric's `bincount`, `x[mask]`), as if all were one."""
+    mode = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+
+    def real(x: Any) -> Any:
+        return torch.ones(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, FakeTensor) else x
+
+    out = func(*tree_map(real, args), **tree_map(real, kwargs))
+    return tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, out)
 
 
 class _Reads(TorchFunctionMode):

@@ -162,11 +162,11 @@ def windows_of(run: Run) -> tuple[tuple[int, ...], ...]:
     return cut(run.chain.kinds, costs, windows, not run.software.balanced)
 
 
-def halved_windows(run: Run) -> tuple[bool, ...]:
-    """Per window, whether a split backward leaves the gradients of its weights for later."""
+def halved_windows(run: Run, windows: tuple[tuple[int, ...], ...]) -> tuple[bool, ...]:
+    """Per window (of `windows_of`), whether a split backward leaves the gradients of its weights for later."""
     ends = (run.chain.kinds[0], run.chain.kinds[-1])
     always = run.candidate.recompute == "none" or run.software.splits_recomputed
-    return tuple(always or all(run.chain.kinds[block] in ends for block in blocks) for blocks in windows_of(run))
+    return tuple(always or all(run.chain.kinds[block] in ends for block in blocks) for blocks in windows)
 
 
 def step_time(run: Run, split: bool = True) -> StepTime:
@@ -184,8 +184,8 @@ def step_time(run: Run, split: bool = True) -> StepTime:
     send = message_seconds(run)
     virtual = windows_per_rank(layout.schedule, layout.virtual)
     blocking = send if layout.pp > 1 and virtual > 1 and not run.software.pipeline_overlap else 0.0
-    played = _played(run, sums, send, blocking)
-    free = _played(run, sums, 0.0, 0.0) if send and split else played
+    played = _played(run, _windows(run, windows, sums, blocking), send)
+    free = _played(run, _windows(run, windows, sums, 0.0), 0.0) if send and split else played
     owners = placement(layout.schedule, layout.pp, virtual, layout.order)
     of_rank = [Seconds() for _ in range(layout.pp)]
     for total, owner in zip(sums, owners, strict=True):
@@ -218,7 +218,7 @@ def estimated_seconds(run: Run) -> float:
     owners = placement(layout.schedule, layout.pp, virtual, layout.order)
     of_rank = [Seconds() for _ in range(layout.pp)]
     later = 0.0  # seconds of the gradients of weights that wait, of a mean rank
-    for blocks, owner, halved in zip(windows, owners, halved_windows(run), strict=True):
+    for blocks, owner, halved in zip(windows, owners, halved_windows(run, windows), strict=True):
         total = _sum(seconds, run.chain.kinds, blocks)
         of_rank[owner] += total
         later += total.weights / layout.pp if halved else 0.0
@@ -252,11 +252,14 @@ def message_seconds(run: Run) -> float:
 def window_seconds(run: Run) -> tuple[Window, ...]:
     """Seconds of one microbatch in each window: for drawing the step."""
     _, seconds = block_times(run)
-    return _windows(run, [_sum(seconds, run.chain.kinds, blocks) for blocks in windows_of(run)], 0.0)
+    windows = windows_of(run)
+    return _windows(run, windows, [_sum(seconds, run.chain.kinds, blocks) for blocks in windows], 0.0)
 
 
-def _windows(run: Run, sums: list[Seconds], blocking: float) -> tuple[Window, ...]:
-    return tuple(_window(s, blocking, halved) for s, halved in zip(sums, halved_windows(run), strict=True))
+def _windows(
+    run: Run, windows: tuple[tuple[int, ...], ...], sums: list[Seconds], blocking: float
+) -> tuple[Window, ...]:
+    return tuple(_window(s, blocking, halved) for s, halved in zip(sums, halved_windows(run, windows), strict=True))
 
 
 def _window(s: Seconds, blocking: float, halved: bool) -> Window:
@@ -271,9 +274,8 @@ def _sum(seconds: tuple[Seconds, ...], kinds: tuple[int, ...], blocks: tuple[int
     return total
 
 
-def _played(run: Run, sums: list[Seconds], send: float, blocking: float) -> Played:
+def _played(run: Run, windows: tuple[Window, ...], send: float) -> Played:
     layout = run.candidate.layout
-    windows = _windows(run, sums, blocking)
     return play(layout.schedule, layout.pp, run.candidate.microbatches, layout.virtual, windows, send, layout.order)
 
 

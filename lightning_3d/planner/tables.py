@@ -33,7 +33,6 @@ TIME_PARTS = (
 )
 _COMPARED = 6
 """So many layouts are shown where one is only to be chosen."""
-_NARROWEST = 120
 _WIDTH = 80
 CONVENTIONS = ("model_causal", "model_full", "hardware")
 
@@ -68,7 +67,7 @@ def plan_text(plan: Plan) -> str:
     best = plan.best
     counted = plan.found.counted
     head = (
-        f"{plan.chain.name}, {plan.chain.params / 1e9:.4g} billion parameters, on {plan.cluster}\n"
+        f"{plan.chain.name}, {_count_text(plan.chain.params)} parameters, on {plan.cluster}\n"
         f"{_batch_text(plan)} x {plan.job.seq} tokens, {plan.job.precision}, "
         f"states {plan.job.recipe}, run by {plan.job.software}; {counted['looked at']} ways looked at, "
         f"{counted['too large']} too large, {counted['played']} played action by action"
@@ -79,6 +78,10 @@ def plan_text(plan: Plan) -> str:
     return text(*map(_wrapped, (head, *notes)), *tables, reasons_text(plan), rejected_text(plan), _wrapped(tail))
 
 
+def _count_text(count: int) -> str:
+    return f"{count / 1e9:.4g} billion" if count >= 1e9 else f"{count / 1e6:.4g} million"
+
+
 def _wrapped(lines: str, indent: str = "") -> str:
     """Lines of text no wider than a terminal."""
     return "\n".join(
@@ -87,7 +90,7 @@ def _wrapped(lines: str, indent: str = "") -> str:
     )
 
 
-def choice_text(plan: Plan, reason: str, arguments: Mapping[str, Any], where: str, width: int) -> str:
+def choice_text(plan: Plan, reason: str, arguments: Mapping[str, Any], where: str) -> str:
     """What `layout="auto"` says: the layouts it compared, the reason for the first, and how to write it down.
 
     Args:
@@ -95,32 +98,32 @@ def choice_text(plan: Plan, reason: str, arguments: Mapping[str, Any], where: st
         reason: Of `reasons.why_best`.
         arguments: Of the strategy.
         where: Its speeds come from.
-        width: Columns of the terminal.
     """
-    made = Table(title="lightning_3d: layout='auto'", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    for name in ("layout", "m", "batch", "GiB", "samples/s", "why"):
-        sides = "left" if name in ("layout", "why") else "right"
-        made.add_column(name, justify=sides, no_wrap=name != "why")  # type: ignore[arg-type]
-    for p in plan.ranked[:_COMPARED]:
-        made.add_row(
+    compared = plan.ranked[:_COMPARED]
+    rows = [
+        [
             str(p),
             str(p.run.candidate.microbatches),
             str(p.run.job.global_batch),
             f"{p.memory.peak.total / GIB:.2f}",
             f"{p.samples_per_second:.4g}",
-            "chosen" if p is plan.best else slower_because(p, plan.best),
-        )
+        ]
+        for p in compared
+    ]
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     room = (plan.cluster.gpu.memory - plan.cluster.reserve) / GIB
     head = (
-        f"{plan.chain.name}, {plan.chain.params / 1e6:,.4g} million parameters, batches of {plan.given.batch} samples "
+        f"{plan.chain.name}, {_count_text(plan.chain.params)} parameters, batches of {plan.given.batch} samples "
         f"per replica, on {plan.cluster}; {where}. Predicted: m microbatches, samples of a step of all replicas, "
         f"memory of the fullest device of {room:.1f} GiB, speed:"
     )
     return text(
-        head, made, reason, f"to keep this choice: ThreeDStrategy({given}), or strategy.freeze('layout.yaml')",
-        width=max(width, _NARROWEST),
-    ).replace("\n\n", "\n")  # fmt: skip
+        head,
+        table("lightning_3d: layout='auto'", ["layout", "m", "batch", "GiB", "samples/s"], rows),
+        "\n".join(f"{p}: {slower_because(p, plan.best)}" for p in compared[1:]),
+        reason,
+        f"to keep this choice: ThreeDStrategy({given}), or strategy.freeze('layout.yaml')",
+    ).replace("\n\n", "\n")
 
 
 def _batch_text(plan: Plan) -> str:

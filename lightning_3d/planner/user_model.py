@@ -112,6 +112,8 @@ class ModuleChain:
                 whole += elements
             else:
                 inside += elements / divides
+        largest = float(max(piece.saved, default=0))  # of the last piece: logits, which are divided like its products
+        largest /= divides if largest != piece.entry else 1
         entry = piece.entry * scale * at.width / (at.tp if at.sp else 1)
         kept = (whole / (at.tp if at.sp and divides > 1 else 1) + inside) * scale * at.width
         products = sum(p.rows * p.columns for p in piece.products) / divides * scale * at.width
@@ -126,7 +128,7 @@ class ModuleChain:
             kept=kept,
             kept_selective=min(kept, entry + products),
             kept_alternate=min(kept, entry + products / 2),
-            passing=max(piece.saved, default=0) * scale * max(0.0, at.logits - 4) if piece is self.pieces[-1] else 0.0,
+            passing=largest * scale * max(0.0, at.logits - 4) if piece is self.pieces[-1] else 0.0,
             entry=entry,
             params=Params(sum(params.values()), frozen=sum(params[name] for name in piece.frozen)),
         )

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torchmetrics.classification import MulticlassF1Score
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_3d
@@ -19,6 +20,7 @@ from lightning_3d.planner.module_probe import record
 from lightning_3d.planner.step_time import Run
 from lightning_3d.planner.traffic import buckets
 from lightning_3d.planner.user_model import ModuleChain, chain_of_module, traffic
+from lightning_3d.planner.work import Setting
 from tests import models
 
 
@@ -95,7 +97,10 @@ def test_a_step_that_needs_values() -> None:
             self.layer = torch.nn.Linear(4, 4)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch)[self.layer(batch).nonzero()[:, 0]].sum()
+            loss = self.layer(batch).sum()
+            if float(loss.detach()) != 0.25:
+                raise RuntimeError("the loss must be a quarter")
+            return loss
 
     with pytest.raises(ConfigurationError, match="cannot be run on shapes alone"):
         record(Needs(), torch.randn(2, 4))
@@ -122,3 +127,35 @@ def test_predicted_traffic_of_a_gpt() -> None:
     assert first.pp == last.pp == activation * 8
     total = (1 + 2 * depth + 2 * depth + 1) * activation + 3 * samples * length
     assert first.tp + last.tp == total * 8
+
+
+class ByValues(pl.LightningModule):
+    """Shapes that depend on values: a metric's count of classes, rows that a mask picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+        self.accuracy = MulticlassF1Score(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.a(batch[0]).relu()
+        logits = self.b(hidden[hidden.sum(-1) > 0])
+        self.accuracy.update(self.b(hidden), batch[1])
+        return logits.mean() * len(torch.unique(logits.argmax(-1)))
+
+
+def test_shapes_that_depend_on_values_are_those_of_ones() -> None:
+    module = ByValues()
+    chain = chain_of_module(module, (torch.randn(6, 8), torch.zeros(6, dtype=torch.long)))
+    products = [(p.rows, p.inner, p.columns) for piece in chain.chain for p in piece.products]
+    assert products == [(6, 8, 16), (6, 16, 4), (6, 16, 4)]
+    assert chain.check(2, 1, 1) is None
+    assert int(module.accuracy.tp.sum()) == 0, "the metric has seen nothing"
+
+
+def test_logits_are_divided_over_tp(chain: ModuleChain) -> None:
+    """The loss's moment in memory is that of the same sizes, also with tensor parallelism."""
+    for tp in (1, 2, 4):
+        at = Setting(tokens=1024, seq=128, samples=8, tp=tp, sp=tp > 1, logits=14.0)
+        told, wanted = chain.works(at)[chain.kinds[-1]], ShapeChain(SHAPE).works(at)[-1]
+        assert told.passing == pytest.approx(wanted.passing, rel=0.25)

@@ -10,7 +10,7 @@ from lightning_3d.pipeline.check import check
 from lightning_3d.pipeline.schedule import schedule_lists
 from lightning_3d.planner import Cluster, plan
 from lightning_3d.planner.playing import Window, in_flight, play, timing
-from lightning_3d.planner.step_time import halved_windows, window_seconds
+from lightning_3d.planner.step_time import halved_windows, window_seconds, windows_of
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zb_v", 2)]
 
@@ -51,7 +51,7 @@ def test_a_backward_that_computes_again_is_not_split() -> None:
         split, plain = (answer.explain(f"pp8-{schedule}-mbs1-{recompute}") for schedule in ("zb_h1", "1f1b"))
         assert split.seconds == pytest.approx(plain.seconds, rel=1e-6)
         assert split.memory.peak.total == plain.memory.peak.total
-        assert halved_windows(split.run) == (False,) * 8
+        assert halved_windows(split.run, windows_of(split.run)) == (False,) * 8
         assert all(window.weights == 0 for window in window_seconds(split.run))
     assert answer.explain("pp8-zb_h1-mbs1").seconds < 0.95 * answer.explain("pp8-1f1b-mbs1").seconds
     elsewhere = plan("gpt-7.5b", Cluster.of("a100-80gb", 8), global_batch=32, seq=2048, software="megatron")
