@@ -72,8 +72,13 @@ class Rates(NamedTuple):
 def measured_cluster(processes: int) -> Cluster:
     """This machine as a cluster of so many devices (on the CPU they share its cores).
 
+    Raises:
+        ConfigurationError: None.
+
     Collectives: none; links are measured as copies (between GPUs where there are two, otherwise in memory).
     """
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise ConfigurationError(f"this machine as {processes!r} devices: a whole number of at least 1 is needed.")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     share = 1.0 if device.type == "cuda" else min(1.0, (os.cpu_count() or 1) / processes)
     products, moved, link = matmul_rate(device), memory_rate(device), copy_rate(device) * share

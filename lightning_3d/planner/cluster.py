@@ -44,8 +44,8 @@ class Cluster:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise ConfigurationError(f"a cluster of {self.gpus} GPUs: at least 1 is needed.")
+        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
+            raise ConfigurationError(f"a cluster of {self.gpus!r} GPUs: a whole number of at least 1 is needed.")
         for name, means in (("gpus_per_node", "usual for this GPU"), ("domain", "those of a machine")):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1 (0: {means}).")
@@ -107,7 +107,7 @@ def read_internode(text: str) -> tuple[float, int]:
     Raises:
         ConfigurationError: It cannot be read.
     """
-    match = re.fullmatch(r"([a-z]+)?(\d+)?(?:x(\d+))?", text.strip().lower())
+    match = re.fullmatch(r"([a-z]+)?(\d+)?(?:x(\d+))?", str(text).strip().lower())
     name = (match[1] or "ib") if match else ""
     rate, count = (int(match[2] or _RATES.get(name, 0)), int(match[3] or 1)) if match else (0, 0)
     if name not in _RATES or not rate or not count:

@@ -90,8 +90,8 @@ class Gpu:
         peak["fp8-rowwise"] = self.fp8
         if precision not in peak:
             raise ConfigurationError(
-                f"precision {precision!r} is not known; known are {', '.join(peak)}.{near(precision, peak)} What is "
-                "stored per parameter (bf16-mixed, bf16-true, ...) is the recipe."
+                f"precision {precision!r} is not known; known are {', '.join(peak)}.{near(str(precision), peak)} "
+                "What is stored per parameter (bf16-mixed, bf16-true, ...) is the recipe."
             )
         if not peak[precision] or (precision == "bf16" and self.generation == "volta"):
             others = "fp16" if self.generation == "volta" else "bf16 or fp16"
@@ -114,7 +114,7 @@ def gpu_named(name: str) -> Gpu:
     """
     known = gpus()
     lower = {key.lower(): key for key in known}
-    key = name.strip().lower().replace("_", "-")
+    key = str(name).strip().lower().replace("_", "-")
     found = _SPELLINGS.get(key) or lower.get(key)
     if found is None:
         spellings = [*lower, *_SPELLINGS]

@@ -156,6 +156,11 @@ def plan(
         ConfigurationError: A name is not known, or no layout fits; the error says how many GPUs would be enough.
     """
     check_shown(keep, headroom)
+    if not isinstance(cluster, (Cluster, str, Path)):
+        raise ConfigurationError(
+            f"a cluster of type {type(cluster).__name__}: give Cluster.of('a100-80gb', 64, 8, 'hdr200x8'), or the path "
+            "of a YAML file (docs/planner.md)."
+        )
     place = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
     chain, length = chain_of(model, seq)
     if software == "lightning_3d" and place.gpu.generation == "cpu":
@@ -217,7 +222,7 @@ def check_shown(keep: int, headroom: float) -> None:
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ConfigurationError(f"{keep!r} layouts cannot be shown (top, keep): at least 1 is needed.")
-    if not 0 <= headroom < 1:
+    if not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
         raise ConfigurationError(f"headroom is {headroom!r}; it is a share of the memory: 0.05 leaves 5 % free.")
 
 
@@ -253,19 +258,24 @@ def chain_of(model: Any, seq: int | None) -> tuple[Chain, int]:
 
         chain = chain_of_module(*model)
         return chain, seq or chain.seq
+    shape = _shape_of(model)
     if seq is None:
         raise ConfigurationError("the length of a sample is missing: give seq (on the command line --seq), in tokens.")
+    return ShapeChain(shape), seq
+
+
+def _shape_of(model: Any) -> ModelShape:
     if isinstance(model, ModelShape):
-        return ShapeChain(model), seq
+        return model
     if isinstance(model, Mapping):
-        return ShapeChain(shape_of_hf_config(model)), seq
+        return shape_of_hf_config(model)
     if hasattr(model, "to_dict"):
-        return ShapeChain(shape_of_hf_config(model.to_dict(), getattr(model, "_name_or_path", "") or "model")), seq
+        return shape_of_hf_config(model.to_dict(), getattr(model, "_name_or_path", "") or "model")
     if isinstance(model, (str, Path)):
         text = str(model)
         if text.lower() not in PRESETS and (text.endswith(".json") or Path(text).exists()):
-            return ShapeChain(read_hf_config(text)), seq
-        return ShapeChain(preset(text)), seq
+            return read_hf_config(text)
+        return preset(text)
     raise ConfigurationError(
         f"a model of type {type(model).__name__} cannot be planned: give a name, the path of a config.json, a Hugging "
         "Face config, a ModelShape, or a pair (LightningModule, batch)."

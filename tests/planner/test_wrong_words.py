@@ -9,7 +9,7 @@ import pytest
 
 from lightning_3d.cli import main
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.planner import Cluster, Plan, plan
+from lightning_3d.planner import Cluster, Plan, plan, this_machine
 from lightning_3d.planner.cluster import read_cluster
 
 COMMAND = "plan --model llama3-8b --gpus 8 --gpu h100 --global-batch 64 --seq 2048"
@@ -114,3 +114,25 @@ def test_the_reason_of_a_layout_that_is_too_large_is_its_own(eight: Plan) -> Non
             layout = f"tp{run.candidate.layout.tp}-pp{run.candidate.layout.pp}-zero{zero}-mbs1-full"
             name = layout + ("-sp" if run.candidate.layout.tp > 1 else "")
             assert tight.explain(name).memory.peak.total >= needed.peak.total * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "options", "error"),
+    [
+        (None, Cluster.of("h100", 8), {}, "a model of type NoneType cannot be planned"),
+        ("llama3-8b", None, {}, "a cluster of type NoneType"),
+        ("llama3-8b", Cluster.of("h100", 8), {"global_batch": 8.0, "seq": 8}, "global_batch is 8.0"),
+        ("llama3-8b", Cluster.of("h100", 8), {"headroom": "x"}, "headroom is 'x'"),
+        ("llama3-8b", Cluster.of("h100", 8), {"seq": 8, "precision": 16}, "precision 16 is not known"),
+    ],
+)
+def test_arguments(model: Any, cluster: Any, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        plan(model, cluster, **{"global_batch": 8, **options})
+
+
+@pytest.mark.parametrize("gpus", [0, 8.0, "8", True])
+def test_numbers_of_devices(gpus: Any) -> None:
+    for make in (lambda: Cluster.of("h100", gpus), lambda: this_machine(gpus)):
+        with pytest.raises(ConfigurationError, match="a whole number of at least 1 is needed"):
+            make()
