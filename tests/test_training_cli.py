@@ -74,7 +74,7 @@ def test_other_machines_and_models_without_values(config: str, capsys: pytest.Ca
     planned.command(elsewhere)
     said = capsys.readouterr().out
     assert "16 x A100-80GB-SXM (2 machines of 8" in said
-    assert "0.001057 billion parameters" in said
+    assert "1.057 million parameters" in said
     assert planned.Net.deferred
     planned.command([*elsewhere, "--explain", "tp2-pp2"])
     assert "8 microbatches of 1 x 1 tokens" in capsys.readouterr().out

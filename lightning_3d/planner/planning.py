@@ -103,7 +103,7 @@ class Plan:
         if layout.pp > 1:
             arguments["num_microbatches"] = candidate.microbatches
             arguments["pipeline_schedule"] = layout.schedule
-        if layout.schedule == "interleaved_1f1b":
+        if layout.virtual > 1:
             arguments["virtual_pipeline_size"] = layout.virtual
         if layout.order != "looped":
             arguments["virtual_pipeline_order"] = layout.order

@@ -69,6 +69,15 @@ def test_explain_prices_anything(answer: Plan) -> None:
             answer.explain(layout)
 
 
+@pytest.mark.parametrize(
+    "name", ["pp2-zb_v-mbs1", "tp2-pp4-interleaved_1f1b-v2-mbs1-sp", "pp2-zb_h1-mbs1", "tp2-zero3"]
+)
+def test_arguments_make_the_same_layout(answer: Plan, name: str) -> None:
+    priced = answer.explain(name)
+    layout = lightning_3d.ThreeDStrategy(**answer.strategy_arguments(priced)).layout
+    assert layout == priced.run.candidate.layout
+
+
 def test_conventions_of_flops(answer: Plan) -> None:
     causal, full, hardware = (answer.best.mfu(c) for c in ("model_causal", "model_full", "hardware"))
     assert causal < full <= hardware < 0.8
