@@ -240,9 +240,7 @@ def _least(chain: Chain, cluster: Cluster, job: Job, candidate: Candidate, found
     layout = candidate.layout
     fits = False
     first: Run | None = None
-    least: tuple[Run, Memory] | None = (
-        None  # ZeRO-3 in a pipeline may need more than ZeRO-1: all parameters are gathered
-    )
+    least: tuple[Run, Memory] | None = None
     stages, ways = given.stages(layout), given.recomputations()
     for zero in stages:
         if zero != stages[0] and given.refuses(replace(layout, zero=zero)):
@@ -257,6 +255,7 @@ def _least(chain: Chain, cluster: Cluster, job: Job, candidate: Candidate, found
                 yield run
                 break
             first = first or run
+            # not always the last: ZeRO-3 in a pipeline gathers all parameters of a stage
             if least is None or needed.peak.total < least[1].peak.total:
                 least = run, needed
         if fits and recompute == ways[0]:
