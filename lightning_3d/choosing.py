@@ -196,7 +196,7 @@ def _choose(question: Question, cluster: Cluster, where: str) -> Chosen:
     given = given_by(question.asked, question.settings, chain.samples, question.refuses)
     products, recipe = recipe_of_run(
         _precision(question),
-        question.settings.master_weights,
+        question.settings.masters,
         question.settings.float32_gradients,
         question.settings.offload_optimizer,
     )

@@ -198,10 +198,12 @@ class Construction:
     def counted(self) -> set[str]:
         """Names of the parameters whose elements here no other (tp, pp) rank counts: in norms and checkpoints."""
         names = set(self.held) if self.runner is None else set(self.runner.counted)
-        if self.mesh.at.tp == 0:
-            return names
-        cuts = {n: self.placement(n) for n in names}
-        return {n for n, cut in cuts.items() if cut is not None and self.mesh.at.tp % cut.copies == 0}
+        return {n for n in names if self.counts(n)}
+
+    def counts(self, name: str) -> bool:
+        """Whether no other tp rank counts what this one has of a parameter."""
+        at, cut = self.mesh.at.tp, self.placement(name)
+        return at == 0 or (cut is not None and at % cut.copies == 0)
 
     def placement(self, name: str) -> Placement | None:
         """How a parameter is cut over tp, or None."""

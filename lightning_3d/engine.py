@@ -51,11 +51,8 @@ class Engine(Construction):
                 f"the tensor-parallel plan was made for {self._cut_by}, so it is not proved before training: the "
                 "original is no longer there. Call fit first, or lightning_3d.verify(module, batch, layout) beforehand."
             )
-        if self.settings.float32_gradients and not any(map(is_low, self.parameters.values())):
-            raise ConfigurationError(
-                "float32_gradients=True has no effect: no parameter has less than float32 precision, so gradients are "
-                "added up and reduced in the parameters' own. It is for precision='bf16-true' or '16-true'; remove it."
-            )
+        if not any(map(is_low, self.parameters.values())):
+            self._check_precision_arguments()
         for optimizer in optimizers if self.layout.tp > 1 else ():
             cut_optimizer_state(optimizer, self.tensor_group)
         runner = self.runner
@@ -78,11 +75,25 @@ class Engine(Construction):
             publish_later=runner is not None,
             watched=watched,
             keeps=keeps,
-            master_weights=self.settings.master_weights,
+            master_weights=self.settings.masters,
             float32_gradients=self.settings.float32_gradients,
             offload=self.settings.offload_optimizer,
             bucket_bytes=self._bucket_bytes,
         )
+
+    def _check_precision_arguments(self) -> None:
+        """Refuse what is for parameters of low precision, where there are none."""
+        if self.settings.float32_gradients:
+            raise ConfigurationError(
+                "float32_gradients=True has no effect: no parameter has less than float32 precision, so gradients are "
+                "added up and reduced in the parameters' own. It is for precision='bf16-true' or '16-true'; remove it."
+            )
+        if self.settings.master_weights is not None:
+            raise ConfigurationError(
+                f"master_weights={self.settings.master_weights} has no effect: no parameter has less than float32 "
+                "precision, so optimizers step on the parameters themselves. It is for precision='bf16-true' or "
+                "'16-true' (where it is True unless you say otherwise); remove it."
+            )
 
     @property
     def _bucket_bytes(self) -> int:

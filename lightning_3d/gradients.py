@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.engine import Engine
 from lightning_3d.probe import own_named_parameters
-from lightning_3d.zero import Zero, scale_gradients, total_norm
+from lightning_3d.zero import ReleasedParameter, Zero, scale_gradients, total_norm
 
 
 def gradient_norm(engine: Engine, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
@@ -47,12 +47,16 @@ def clip(engine: Engine, optimizer: Optimizer, max_norm: float) -> Tensor:
 def norm_of(engine: Engine, gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
     """The mesh's norm of what one rank sees of the module's gradients (in `.grad` of its or the optimizer's).
 
+    The same of its parameters, which tensor parallelism divides (what a pipeline has elsewhere cannot be read at all).
+
     Returns:
         None where these are other tensors, or where this rank holds all there is.
 
     Collectives: one all-reduce of one number over all ranks.
     """
     mesh, counted = engine.mesh, engine.counted
+    if gradients and all(id(x) in engine.names for x in gradients):
+        return _norm_of_weights(engine, gradients, norm_type)
     # every replica has the whole of these, so one of them counts
     first = mesh.at.dp == 0
     known = {id(p.grad): first and n in counted for n, p in engine.held.items() if p.grad is not None}
@@ -65,6 +69,17 @@ def norm_of(engine: Engine, gradients: Sequence[Tensor], norm_type: float) -> Te
         return None
     with mesh.ledger.during("clip"):
         return total_norm([g for g in gradients if known[id(g)]], mesh.world, mesh.device, norm_type)
+
+
+def _norm_of_weights(engine: Engine, weights: Sequence[Tensor], norm_type: float) -> Tensor | None:
+    """Those that stages of a pipeline or ZeRO-3 have elsewhere say so themselves, when they are read."""
+    elsewhere = any(isinstance(x, ReleasedParameter) or getattr(x, "is_absent", False) for x in weights)
+    if engine.layout.tp == 1 or elsewhere:
+        return None
+    with torch._C.DisableTorchFunction():  # inside of a step they would show themselves whole
+        mine = [x.detach() for x in weights if engine.counts(engine.names[id(x)])]
+    with engine.mesh.ledger.during("norm"):
+        return total_norm(mine, engine.mesh.tensor, engine.mesh.device, norm_type)
 
 
 def norms_of(engine: Engine, module: nn.Module, norm_type: float, summed: bool) -> dict[str, Tensor] | None:

@@ -66,6 +66,14 @@ class Lifecycle(SetUp):
         batches = left * trainer.accumulate_grad_batches
         check_equal_batches(trainer.num_training_batches, batches, self.mesh.control)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self.mesh.layout.world_size > 1:  # the hooks that change what is trained have run
+            self._check_optimizers()
+
+    def on_train_end(self) -> None:
+        if self.mesh.layout.world_size > 1:
+            self._check_optimizers()
+
     def _check_first_batches(self, step_name: str, batch: Any) -> None:
         """The first batch of every kind of step is compared inside the replica."""
         if step_name not in self._checked and self.mesh.replica.size > 1:

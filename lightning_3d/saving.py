@@ -99,7 +99,7 @@ class Saving(Processes):
     def _load_masters(self, checkpoint: Mapping[str, Any]) -> None:
         from lightning_3d.checkpoint import load_masters
 
-        if self._settings.master_weights:
+        if self._settings.masters:
             load_masters(self.engine.state(), checkpoint)
 
     def _load_model(self, checkpoint: Any, strict: bool) -> None:

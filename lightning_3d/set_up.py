@@ -282,26 +282,32 @@ class SetUp(Saving):
             ) from None
 
     def _check_optimizers(self) -> None:
-        """Ranks reduce together what their optimizers hold; the order is each rank's own."""
-        names = self.engine.names
-        held: list[tuple[int, str]] = sorted(
-            (index, names[id(parameter)])
-            for index, optimizer in enumerate(self.optimizers)
-            for group in unwrapped(optimizer).param_groups
-            for parameter in group["params"]
-            if id(parameter) in names
-        )
+        """Ranks reduce together what their optimizers train; the order is each rank's own.
+
+        Groups that are added during training are compared when the next epoch begins, and at the end.
+
+        Collectives: one all-gather of 8 bytes over all ranks.
+        """
+        zero, names, parameters = self.engine.zero, self.engine.names, self.engine.parameters
+        trained: list[tuple[int, str]] = []
+        for index, optimizer in enumerate(map(unwrapped, self.optimizers)):
+            if zero is not None:
+                found = [name for group in zero.names_of(optimizer) for name in group]
+            else:
+                found = [names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names]
+            trained += [(index, name) for name in found if parameters[name].requires_grad]
+        trained.sort()
         try:
-            agree("what optimizers hold", held, self.mesh.world)
+            agree("what optimizers train", trained, self.mesh.world)
         except ConfigurationError:
-            ranks = self.mesh.world.all_gather_object(held)
+            ranks = self.mesh.world.all_gather_object(trained)
             index, name = next(each for found in ranks for each in found if any(each not in other for other in ranks))
             having = [rank for rank, found in enumerate(ranks) if (index, name) in found]
             raise ConfigurationError(
-                f"optimizer {index} holds parameter {name!r} on ranks {having} and not on the other ones, so they "
+                f"optimizer {index} trains parameter {name!r} on ranks {having} and not on the other ones, so they "
                 "would wait for each other's gradients. All ranks must optimize the same parameters. Look in "
-                "configure_optimizers, and where requires_grad is set, for code that depends on the rank or on "
-                "random numbers that are not seeded."
+                "configure_optimizers, where groups are added and where requires_grad is set, for code that depends "
+                "on the rank or on random numbers that are not seeded."
             ) from None
 
     def _build(self, trainer: Any, module: Any) -> None:

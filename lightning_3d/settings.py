@@ -28,7 +28,12 @@ class Settings:
     record_timeline: bool = False
     hang_report_after: float | None = None
     record: bool = True
-    master_weights: bool = True
+    master_weights: bool | None = None
     float32_gradients: bool = False
     offload_optimizer: bool = False
     forward_context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+    @property
+    def masters(self) -> bool:
+        """Whether parameters of low precision are stepped as float32 copies."""
+        return self.master_weights is None or self.master_weights

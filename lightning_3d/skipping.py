@@ -69,4 +69,5 @@ def drop_gradients(zero: Zero) -> None:
     """Forget what the backwards of skipped batches left: earlier stages got zeros, where one process has None."""
     for slot in zero.slots.values():
         slot.used = False
+    zero.rescaled = None
     zero.publish()

@@ -51,7 +51,7 @@ class ThreeDStrategyBase(Exchange, _Base, metaclass=CheckedArguments):
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         zero_stage: int | None = None,
-        master_weights: bool = True,
+        master_weights: bool | None = None,
         float32_gradients: bool = False,
         offload_optimizer: bool = False,
         num_microbatches: int | Literal["auto"] = "auto",
@@ -92,7 +92,8 @@ class ThreeDStrategyBase(Exchange, _Base, metaclass=CheckedArguments):
                 use.
             master_weights: Where parameters are bfloat16 or float16 (`precision="bf16-true"`), optimizers step on
                 float32 copies of them, so that small updates are not lost. (12 bytes per parameter with Adam, shared by
-                the replicas from zero_stage=1 on, against 4.) Checkpoints hold the copies.
+                the replicas from zero_stage=1 on, against 4.) Checkpoints hold the copies. Default: True there; with
+                other parameters there is nothing to choose.
             float32_gradients: Gradients of such parameters are added up (over accumulated batches and microbatches) and
                 reduced over the replicas in float32; otherwise in the parameters' precision.
             offload_optimizer: The optimizers' state and what they step on (this rank's part) are in the host's memory,
@@ -161,7 +162,7 @@ class ThreeDStrategyBase(Exchange, _Base, metaclass=CheckedArguments):
             allow_cross_node_tensor_parallel=allow_cross_node_tensor_parallel,
             record_timeline=record_timeline,
             record=record,
-            master_weights=master_weights,
+            master_weights=master_weights is None or master_weights,
             float32_gradients=float32_gradients,
             offload_optimizer=offload_optimizer,
         )

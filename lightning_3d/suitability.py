@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -91,16 +91,17 @@ def check_can_be_trained(
                 "the model is trained; here parameters are parts of larger buffers that were planned before. Use it "
                 "with data parallelism alone: tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=0."
             )
-        kind = next((c.__name__ for c in type(callback).__mro__ if c.__name__ in _AVERAGING), None)
-        if kind is not None and layout.zero == 3:
+        name = type(callback).__name__
+        averages = any(c.__name__ in _AVERAGING for c in type(callback).__mro__)
+        if averages and layout.zero == 3:
             raise ConfigurationError(
-                f"{kind} reads all parameters between steps, when zero_stage=3 has divided their values over "
+                f"{name} reads all parameters between steps, when zero_stage=3 has divided their values over "
                 f"{layout.dp} replicas. Use zero_stage=2 (without tensor and pipeline parallelism), or average "
                 "checkpoints afterwards."
             )
-        if kind is not None and parted:
+        if averages and parted:
             raise ConfigurationError(
-                f"{kind} copies the whole module before it is cut over {layout.tp} tensor-parallel ranks and "
+                f"{name} copies the whole module before it is cut over {layout.tp} tensor-parallel ranks and "
                 f"{layout.pp} pipeline stages, so its average has other shapes than the parts that are trained. "
                 "Use it with tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism works), or "
                 "average checkpoints afterwards."
@@ -180,11 +181,9 @@ def check_owns_its_memory(module: nn.Module) -> None:
     """
     places: dict[object, list[tuple[int, int, str]]] = defaultdict(list)
     for name, parameter in module.named_parameters():
-        if (memory := _memory_of(parameter.data)) is not None and parameter.numel():
-            form = parameter.form if isinstance(parameter, Deferred) else parameter
-            begin = int(form.storage_offset())
-            extent = sum((n - 1) * step for n, step in zip(form.shape, form.stride(), strict=True)) + 1
-            places[memory].append((begin, begin + extent, name))
+        if (place := _place_of(parameter.data)) is not None:
+            space, begin, end = place
+            places[space].append((begin, end, name))
     for found in places.values():
         for (_, end, first), (begin, _, second) in pairwise(sorted(found)):
             if begin < end:
@@ -197,13 +196,16 @@ def check_owns_its_memory(module: nn.Module) -> None:
 
 def warn_of_views(module: Any) -> None:
     """Say what will go stale when parameters move into buffers of their own: tensors that share their memory."""
-    owners = {m: n for n, p in module.named_parameters() if (m := _memory_of(p.data)) is not None}
+    owners: dict[object, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, parameter in module.named_parameters():
+        if (place := _place_of(parameter.data)) is not None:
+            owners[place[0]].append((*place[1:], name))
     for path, part in module.named_modules():
         for key, value in vars(part).items():
             if f"{key}_orig" in part._parameters:  # computed anew by a hook
                 continue
             for leaf in tree_leaves(value):
-                owner = owners.get(_memory_of(leaf)) if not isinstance(leaf, nn.Parameter) else None
+                owner = _owner_of(leaf, owners) if not isinstance(leaf, nn.Parameter) else None
                 if owner is not None:
                     rank_zero_warn(
                         f"{f'{path}.{key}' if path else key} shares its memory with parameter {owner!r} (a view made "
@@ -212,9 +214,32 @@ def warn_of_views(module: Any) -> None:
                     )
 
 
-def _memory_of(value: object) -> object:
-    """What two tensors have in common if they share memory; None for what has none of its own."""
+def _owner_of(value: object, owners: Mapping[object, list[tuple[int, int, str]]]) -> str | None:
+    """The parameter a tensor shares memory with."""
+    place = _place_of(value)
+    if place is None:
+        return None
+    space, begin, end = place
+    return next((name for low, high, name in owners.get(space, ()) if low < end and begin < high), None)
+
+
+def _place_of(value: object) -> tuple[object, int, int] | None:
+    """Where a tensor's elements are: in which memory, from where to where. None for what has none of its own.
+
+    Addresses count, not storages: what came back from numpy or dlpack has a storage of its own on the same memory.
+    """
     if isinstance(value, Deferred):
-        return value.window.cell
-    plain = type(value) is Tensor and not value.is_meta and value.layout is torch.strided
-    return value.untyped_storage()._cdata if plain else None  # type: ignore[attr-defined]
+        if value.window.cell.solid is None:
+            return _extent(value.window.cell, 0, value.form)
+        value = value.value()  # it was seen, and has an address
+    if type(value) is not Tensor or value.is_meta or value.layout is not torch.strided:
+        return None
+    return _extent(value.device, value.data_ptr(), value)
+
+
+def _extent(space: object, address: int, form: Tensor) -> tuple[object, int, int] | None:
+    if not form.numel():
+        return None
+    begin = address or form.storage_offset() * form.itemsize
+    last = sum((n - 1) * step for n, step in zip(form.shape, form.stride(), strict=True))
+    return space, int(begin), int(begin) + (int(last) + 1) * form.itemsize

@@ -28,27 +28,28 @@ class _Publish(torch.autograd.Function):
         ratio = grad.to(torch.float32 if grad.device.type == "mps" else torch.float64) / ctx.scale
         one = torch.ones_like(ratio)
         # a loss of low precision (bf16-true) comes back divided by the number of accumulated batches, and rounded
-        fits = torch.isclose(ratio, one, rtol=max(1e-6, torch.finfo(grad.dtype).eps))
-        if not ctx.last:
-            _check_unscaled(fits, on_cpu)
-        elif on_cpu and bool(fits):
-            ctx.zero.publish()
-        else:
-            ctx.zero.publish(torch.where(fits, one, ratio))
+        tolerance = max(1e-6, torch.finfo(grad.dtype).eps)
+        factor = torch.where(torch.isclose(ratio, one, rtol=tolerance), one, ratio)
+        if ctx.zero.rescaled is not None:
+            _check_equal(factor, ctx.zero.rescaled, tolerance)
+        ctx.zero.rescaled = None if ctx.last else factor
+        if ctx.last:
+            ctx.zero.publish(1.0 if on_cpu and factor == 1.0 else factor)
         return None, None, None, None, None
 
 
-def _check_unscaled(fits: Tensor, on_cpu: bool) -> None:
+def _check_equal(factor: Tensor, before: Tensor, tolerance: float) -> None:
     """Sums of accumulated batches stay where they are: a factor that differs from batch to batch cannot be applied."""
+    same = torch.isclose(factor, before, rtol=tolerance)
     message = (
-        "the loss was rescaled in a `backward` hook on a batch whose gradients are being accumulated in a pipeline; "
-        "scale it in training_step instead"
+        "the loss was multiplied in a `backward` hook with another factor than that of the batch before, with which "
+        "its gradients are accumulated. In a pipeline they are summed before that hook runs, so one factor must hold "
+        "for all of them: scale the loss in training_step"
     )
-    if on_cpu:
-        if not bool(fits):
-            raise RuntimeError(message)
-    else:
-        torch._assert_async(fits, message)
+    if factor.device.type != "cpu":
+        torch._assert_async(same, message)
+    elif not bool(same):
+        raise RuntimeError(f"{message} (found {float(factor):g}, before it {float(before):g}).")
 
 
 def surrogate_loss(value: Tensor, zero: Zero, scale: float | Tensor, last: bool) -> Tensor:

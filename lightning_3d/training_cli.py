@@ -309,7 +309,7 @@ def _planned(trainer: Any, model: Any, datamodule: Any, cluster: Cluster, keep: 
         check_cut(model, batch, candidate.layout, candidate.microbatches, settings.pipeline_split)
 
     products, recipe = recipe_of_run(
-        configured.unified_precision, settings.master_weights, settings.float32_gradients, settings.offload_optimizer
+        configured.unified_precision, settings.masters, settings.float32_gradients, settings.offload_optimizer
     )
     chain = chain_of_module(model, batch)
     return plan_that_can_be_cut(

@@ -8,6 +8,7 @@ from lightning_3d.zero.holdings import is_low, release_former
 from lightning_3d.zero.norm import scale_gradients, total_norm
 from lightning_3d.zero.offload import check_offload
 from lightning_3d.zero.piece import Piece, Slot
+from lightning_3d.zero.released import ReleasedParameter
 from lightning_3d.zero.share import Share
 from lightning_3d.zero.unit import find_units
 from lightning_3d.zero.units import Units
@@ -15,6 +16,7 @@ from lightning_3d.zero.units import Units
 __all__ = [
     "Bucket",
     "Piece",
+    "ReleasedParameter",
     "Share",
     "Slot",
     "Units",

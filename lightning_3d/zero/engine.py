@@ -95,6 +95,7 @@ class Zero(Holdings):
         self._limits: list[int] = []  # stage 3: how many buckets of the turn the first units of the sequence have
         self.reducing = self._taking = False
         self.gradient_bytes = self.gradient_peak = 0
+        self.rescaled: Tensor | None = None  # what a `backward` hook multiplied the losses of accumulated batches with
         self.shown = Shown(watched and not self.passive, self.buckets)
         for optimizer in self.optimizers:
             self._take_over(optimizer)

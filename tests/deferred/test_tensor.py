@@ -264,3 +264,19 @@ def test_hugging_face_models(kind: str, tmp_path: Path) -> None:
     with building(torch.device("cpu")), reading_later():
         got = auto.from_pretrained(tmp_path)
     assert equal(got, want) > 5
+
+
+def test_memory_that_nobody_wrote_to_is_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left in memory is not; here torch leaves NaN in it."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with building(torch.device("cpu")):
+            empty, partly = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(8, 8).new_empty(8, 8))
+            partly.data[3] = 2.0
+        realize(empty)
+        realize(partly)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert empty.count_nonzero() == 0
+    assert partly.sum() == 16.0

@@ -115,6 +115,25 @@ def reads_all(self: Any, loss: Any) -> None:
         assert all(bool(p.isfinite().all()) for p in held)
 
 
+def doubled(self: Any, loss: Any) -> None:
+    (2 * loss).backward()
+
+
+def weights_seen(self: Any, batch: Any, batch_idx: int) -> None:
+    """Outside of a step, where parameters are parts."""
+    whole = getattr(self.trainer.strategy, "whole_parameters", contextlib.nullcontext)
+    with whole():
+        self.scale = 10.0 / float(get_total_norm(self.parameters()))
+
+
+def scaled_by_weights(self: Any, batch: Any, batch_idx: int) -> None:
+    optimizer = self.optimizers()
+    optimizer.zero_grad()
+    scale = 10.0 / get_total_norm(self.parameters())
+    self.manual_backward(self.loss(batch) * getattr(self, "scale", 1.0) * scale)
+    optimizer.step()
+
+
 def two_optimizers(self: Any) -> Any:
     middle = list(self.backbone.parameters())
     ends = [p for p in self.parameters() if not any(p is m for m in middle)]
@@ -139,11 +158,13 @@ CASES: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     "Lightning's grad_norm": ({"on_before_optimizer_step": scaled_by_norms}, {}),
     "the same on the optimizer's": ({"on_before_optimizer_step": clipped_as_the_optimizer_sees_them}, {}),
     "parameters read before the backward": ({"on_before_backward": reads_all}, {}),
+    "loss doubled while accumulating": ({"backward": doubled}, {"accumulate_grad_batches": 2}),
     "configure_gradient_clipping": ({"configure_gradient_clipping": clipping_overridden}, {}),
 }
 MANUAL: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     "manual": ({"training_step": by_hand, "configure_optimizers": two_optimizers}, {}),
     "two backwards": ({"training_step": two_backwards}, {}),
+    "norm of weights": ({"training_step": scaled_by_weights, "on_train_batch_start": weights_seen}, {}),
 }
 FINETUNING: dict[str, tuple[dict[str, Callable[..., Any]], dict[str, Any]]] = {
     "finetuning": ({"configure_optimizers": trainable_only}, {"max_epochs": 3}),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_3d.surrogate import surrogate_loss
 from lightning_3d.testing import preload, relative_error, run_distributed
 from tests.strategy.hooks import CASES, FINETUNING, MANUAL, parameters_after
 
@@ -59,3 +62,14 @@ def test_hooks_on_gradients(world: int, sizes: dict[str, Any]) -> None:
 )
 def test_manual_optimization(world: int, sizes: dict[str, Any]) -> None:
     compare([*MANUAL], world, sizes)
+
+
+def test_one_factor_holds_for_all_batches_that_are_accumulated() -> None:
+    published: list[Any] = []
+    zero: Any = SimpleNamespace(rescaled=None, publish=published.append)
+    for factor, last in ((2.0, False), (2.0, False), (2.0, True), (1.0, False), (1.0, True)):
+        (factor * surrogate_loss(torch.ones(()), zero, 0.5, last) * 0.5).backward()
+    assert [float(each) for each in published] == [2.0, 1.0]
+    surrogate_loss(torch.ones(()), zero, 1.0, last=False).backward()
+    with pytest.raises(RuntimeError, match=r"another factor than .*scale the loss in training_step \(found 3, .* 1\)"):
+        (3 * surrogate_loss(torch.ones(()), zero, 1.0, last=True)).backward()

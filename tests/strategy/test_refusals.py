@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from lightning_3d import Layout, ThreeDStrategy
@@ -173,6 +173,31 @@ class Averaged(models.LitMLP):
         return [StochasticWeightAveraging(swa_lrs=0.1)]
 
 
+class MovingAverage(models.LitMLP):
+    def configure_callbacks(self) -> Any:
+        return [EMAWeightAveraging()]
+
+
+class GroupByRank(models.LitMLP):
+    """Trains its last layer on one rank only, from the first epoch on."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[:-1].parameters(), 0.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.global_rank == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net[-1].parameters())})
+
+
+class ThawedByRank(models.LitMLP):
+    def configure_optimizers(self) -> Any:
+        self.net[-1].requires_grad_(False)
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[-1].requires_grad_(self.global_rank == 0)
+
+
 class Pruned(models.LitMLP):
     def configure_callbacks(self) -> Any:
         return [ModelPruning("l1_unstructured", amount=0.3)]
@@ -252,7 +277,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "adafactor": (WholeMatrix, {"tensor_parallel_size": 2}, ["Adafactor", "net.10.bias", "tensor_parallel_size=1"]),
     "averaging": (Averaged, {"pipeline_parallel_size": 2}, ["StochasticWeightAveraging", "2 pipeline stages"]),
     "float32_gradients": (models.LitMLP, {"float32_gradients": True}, ["has no effect", "bf16-true"]),
-    "optimizer_by_rank": (OptimizerByRank, {}, ["optimizer 0 holds parameter", "on ranks [1]", "same parameters"]),
+    "master_weights": (models.LitMLP, {"master_weights": True}, ["master_weights=True has no effect", "bf16-true"]),
+    "no_masters": (models.LitMLP, {"master_weights": False}, ["master_weights=False has no effect", "bf16-true"]),
+    "ema": (MovingAverage, {"tensor_parallel_size": 2}, ["EMAWeightAveraging copies", "2 tensor-parallel ranks"]),
+    "group_by_rank": (GroupByRank, {}, ["optimizer 0 trains parameter", "on ranks [1]", "groups are added"]),
+    "group_by_rank_tp": (GroupByRank, {"tensor_parallel_size": 2}, ["optimizer 0 trains parameter", "on ranks [1]"]),
+    "thawed_by_rank": (ThawedByRank, {"zero_stage": 3}, ["optimizer 0 trains parameter", "on ranks [0]"]),
+    "optimizer_by_rank": (OptimizerByRank, {}, ["optimizer 0 trains parameter", "on ranks [1]", "same parameters"]),
     "optimizer_replaced": (OptimizerReplaced, {}, ["replaced while fit runs", "zero_stage=1", "add_param_group"]),
     "optimizers_set_up_again": (SetUpAgain, {"zero_stage": 3}, ["replaced while fit runs", "zero_stage=3"]),
     "averaging_zero3": (Averaged, {"zero_stage": 3}, ["StochasticWeightAveraging", "zero_stage=2"]),
@@ -383,9 +414,10 @@ def test_one_rank_that_fails_ends_all(arguments: dict[str, Any], linger: bool) -
 def test_views_of_parameters_that_will_go_stale_are_named() -> None:
     module = nn.Module()
     module.layer = nn.Linear(3, 2)
-    module.layer.halves = list(module.layer.weight.detach().chunk(2))
-    with pytest.warns(UserWarning, match=r"layer\.halves shares its memory with parameter 'layer\.weight'"):
-        warn_of_views(module)
+    for made in (lambda x: list(x.chunk(2)), torch.from_dlpack, lambda x: torch.from_numpy(x.numpy())):
+        module.layer.halves = made(module.layer.weight.detach())
+        with pytest.warns(UserWarning, match=r"layer\.halves shares its memory with parameter 'layer\.weight'"):
+            warn_of_views(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_views(nn.utils.spectral_norm(nn.Linear(3, 2)))
@@ -406,8 +438,13 @@ def test_parameters_that_share_memory_are_refused(late: bool, monkeypatch: pytes
         apart = nn.ParameterList([nn.Parameter(flat[0]), nn.Parameter(flat[1])])
         tied = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
         tied[1].weight = tied[0].weight
-    with pytest.raises(ConfigurationError, match=r"'0\.weight' and '1\.weight' are two objects that share memory"):
-        check_owns_its_memory(net)
+        shown = [nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(4, 5, bias=False)) for _ in range(3)]
+        shown[0][1].weight = nn.Parameter(torch.from_numpy(shown[0][0].weight.detach().numpy()))
+        shown[1][1].weight = nn.Parameter(torch.from_dlpack(shown[1][0].weight.detach()))
+        shown[2][1].weight = nn.Parameter(torch.empty(0).set_(shown[2][0].weight.detach().untyped_storage()))
+    for module in (net, *shown):
+        with pytest.raises(ConfigurationError, match=r"'0\.weight' and '1\.weight' are two objects that share memory"):
+            check_owns_its_memory(module)
     check_owns_its_memory(apart)
     check_owns_its_memory(tied)
 
