@@ -260,12 +260,14 @@ class ProcessCommunicator(Communicator):
         return tensor
 
     def send_start(self, tensor: Tensor, peer: int) -> Pending:
-        self._count("send", tensor)
-        return _work(self.group.send([_real(tensor)], peer, 0))
+        self.ledger.record(self.axis, "send", self.size, tensor)
+        work: Any = self.group.send([_real(tensor)], peer, 0)
+        return DONE if work is None else work
 
     def receive_start(self, tensor: Tensor, peer: int) -> Pending:
-        self._count("recv", tensor)
-        return _work(self.group.recv([_real(tensor)], peer, 0))
+        self.ledger.record(self.axis, "recv", self.size, tensor)
+        work: Any = self.group.recv([_real(tensor)], peer, 0)
+        return DONE if work is None else work
 
     def broadcast_object(self, value: T, source: int) -> T:
         if self.size == 1:

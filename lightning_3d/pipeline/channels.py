@@ -40,6 +40,12 @@ class Channels:
     def __init__(self, mesh: Mesh, on_wait: Callable[[Parcel | None], None] | None = None) -> None:
         self.mesh, self.on_wait = mesh, on_wait
         self.stage = mesh.at.pp
+        self._to: dict[int, tuple[Communicator, int]] = {}
+        self._from: dict[int, tuple[Communicator, int]] = {}
+        for stage in set(range(mesh.layout.pp)) - {self.stage}:
+            later = stage > self.stage
+            self._to[stage] = (mesh.forward if later else mesh.backward, mesh.peer(stage))
+            self._from[stage] = (mesh.backward if later else mesh.forward, mesh.peer(stage))
         self._arrived: dict[Message, _Incoming] = {}
         self._local: dict[Message, list[Tensor]] = {}
         self._sent: dict[int, deque[_Outgoing]] = {}
@@ -57,23 +63,33 @@ class Channels:
         if target == self.stage:
             self._local[parcel.message] = [x.detach().clone() for x in tensors]
             return
-        communicator, peer = self._way(self.stage, target), self.mesh.peer(target)
-        pieces = [x.detach().contiguous() for x in tensors if x.numel()]
-        outgoing = [(communicator.send_start(x, peer), x) for x in pieces]
+        communicator, peer = self._to[target]
+        outgoing: _Outgoing = []
+        for x in tensors:
+            if x.numel():
+                piece = x.detach().contiguous()
+                outgoing.append((communicator.send_start(piece, peer), piece))
         self._sent.setdefault(target, deque()).append(outgoing)
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start receiving these messages, each source's in the order it sends them."""
+        device = self.mesh.device
         for message, source, _, metas in parcels:
-            communicator, peer = self._way(source, self.stage), self.mesh.peer(source)
-            buffers = [torch.empty(m.wire, dtype=m.dtype, device=self.mesh.device) for m in metas]
-            works = [communicator.receive_start(x, peer) for x in buffers if x.numel()]
-            self._arrived[message] = _Incoming(works, buffers)
+            communicator, peer = self._from[source]
+            incoming = self._arrived[message] = _Incoming([], [])
+            for meta in metas:
+                buffer = torch.empty(meta.wire, dtype=meta.dtype, device=device)
+                incoming.buffers.append(buffer)
+                if buffer.numel():
+                    incoming.works.append(communicator.receive_start(buffer, peer))
 
     def arrived(self, parcels: Sequence[Parcel]) -> bool:
         """Whether nothing would have to be waited for."""
-        here = (self._arrived[p.message].works for p in parcels if p.stage != self.stage)
-        return all(work.is_completed() for works in here for work in works)
+        for parcel in parcels:
+            for work in self._arrived[parcel.message].works if parcel.stage != self.stage else ():
+                if not work.is_completed():
+                    return False
+        return True
 
     def receive(self, parcel: Parcel) -> list[Tensor]:
         """The tensors of a message that was posted.
@@ -122,6 +138,3 @@ class Channels:
             for work, _ in sent.popleft():
                 work.wait()
             self._let_go[target_stage] = self._let_go.get(target_stage, 0) + 1
-
-    def _way(self, source: int, target: int) -> Communicator:
-        return self.mesh.forward if source < target else self.mesh.backward

@@ -21,7 +21,7 @@ from lightning_3d.pipeline.glue_state import GlueState
 from lightning_3d.pipeline.looks import open_modules
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.rng import Randomness, Seeds
-from lightning_3d.pipeline.split_backward import Halves, WeightHalf, edge_of
+from lightning_3d.pipeline.split_backward import Halves, WeightHalf, backward_from, edge_of
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.step_values import StepValues
 from lightning_3d.probe import ModuleState
@@ -220,40 +220,6 @@ def _roots(live: Live, vids: Iterable[Vid]) -> list[GradientEdge]:
     return [*(live.edges[vid] for vid in vids if vid in live.edges), *loss]
 
 
-class _Arrivals:
-    """The gradients of a window's received values, delivered as soon as the last of them is there.
-
-    Args:
-        received: The values.
-        deliver: Given value -> gradient.
-    """
-
-    def __init__(self, received: Mapping[Vid, Tensor], deliver: Callable[[dict[Vid, Tensor]], None]) -> None:
-        self._received, self._deliver, self._missing = received, deliver, 0
-        for leaf in received.values():
-            if leaf.requires_grad:
-                self._missing += 1
-                leaf.register_post_accumulate_grad_hook(self._arrived)
-
-    def _arrived(self, leaf: Tensor) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        out = {}
-        for vid, leaf in self._received.items():
-            if leaf.requires_grad:
-                out[vid] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                leaf.grad = None
-        self._deliver(out)
-
-    def finish(self) -> None:
-        """The backward has run: what did not get a gradient by now gets none."""
-        if self._missing:
-            self._hand_over()
-
-
 def backward(
     live: Live,
     gradients: Mapping[Vid, Tensor],
@@ -271,7 +237,7 @@ def backward(
         weights_later: Leave what `backward_of_weights` can do later.
     """
     run = live.run
-    arrivals = _Arrivals(run.received, deliver)
+    run.arrivals.expect(run.received, deliver)
     roots = _roots(live, gradients)
     given = [g for vid, g in gradients.items() if vid in live.edges]
     if live.loss is not None and len(roots) > len(given):
@@ -286,8 +252,8 @@ def backward(
                     halves = Halves(roots, run.received.values())
                 live.later = halves.run(starts)
             else:
-                torch.autograd.backward(roots, given)
-    arrivals.finish()
+                backward_from(roots, given)
+    run.arrivals.finish()
     live.halves = None
     live.edges.clear()
     run.release()

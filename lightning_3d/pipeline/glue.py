@@ -33,13 +33,19 @@ from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.regions import checkpoint_regions
 from lightning_3d.probe import intercept_functions, parameters_shown
 
-_thread = threading.local()
 _NOTHING = object()
+
+
+class _Thread(threading.local):
+    glue: Glue | None = None
+
+
+_thread = _Thread()
 
 
 def current() -> Glue | None:
     """The interpreter that is active in this thread."""
-    return getattr(_thread, "glue", None)
+    return _thread.glue
 
 
 _regions = checkpoint_regions(current)
@@ -56,14 +62,15 @@ class _Active:
         self._glue = glue
 
     def __enter__(self) -> None:
-        self._before = current()
+        self._before = _thread.glue
         _thread.glue = self._glue
         self._glue.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._glue.__exit__(*error)
         _thread.glue = self._before
-        self._glue.turn_back()
+        if self._glue._turned:
+            self._glue.turn_back()
 
 
 class _Paused:
@@ -310,7 +317,7 @@ def _routed(name: str, atom: nn.Module, forward: Callable[..., Any], compiled: A
 
     @functools.wraps(forward)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        glue = current()
+        glue = _thread.glue
         if glue is None or glue.inside:
             return forward(*args, **kwargs)
         return glue.on_atom(name, atom, run, args, kwargs)

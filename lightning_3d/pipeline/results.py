@@ -54,7 +54,7 @@ def collect(
     weights: Sequence[float],
 ) -> StepResult:
     """Merge what the microbatches gave. All lists have one entry per microbatch."""
-    merged = merge([_detached(out) for out in outputs], sizes, weights)
+    merged = merge([detached(out) for out in outputs], sizes, weights)
     loss = None
     parts = [(w, x.detach()) for w, x in zip(weights, losses, strict=True) if x is not None]
     if parts:
@@ -68,7 +68,10 @@ def collect(
     return StepResult(loss, merged, _entries(logged, weights), len(sizes))
 
 
-def _detached(out: Any) -> Any:
+def detached(out: Any) -> Any:
+    """What a step returned, without the graph its tensors hang on."""
+    if isinstance(out, Tensor):
+        return out.detach()
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
 
 

@@ -15,6 +15,8 @@ from lightning_3d import tensor as tensor_room
 from lightning_3d.probe import intercept_functions
 from lightning_3d.tensor import ShardedTensor, function_guard
 
+_UNGUARDED = nullcontext()
+
 
 def _sharded(value: object) -> bool:
     return isinstance(value, ShardedTensor)
@@ -63,7 +65,7 @@ def guarded(group: object = True) -> AbstractContextManager[None]:
     Args:
         group: The tensor-parallel group, where it is known: if it is None there are no sharded tensors.
     """
-    return nullcontext() if group is None else intercept_functions(function_guard, 1)
+    return _UNGUARDED if group is None else intercept_functions(function_guard, 1)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Linear", "Convolution", "MkldnnConvolution")
 _PRODUCT_NAMES = frozenset(f"{name}Backward" for name in _PRODUCTS)
@@ -67,7 +67,7 @@ class WeightHalf:
             handle = product.register_prehook(_replace_by(given))
             try:
                 if product in self.alone:
-                    torch.autograd.backward(outputs, arrived, retain_graph=True, inputs=self.alone[product])
+                    backward_from(outputs, arrived, retain_graph=True, inputs=self.alone[product])
                     continue
                 leaves = [e.node.variable for e in edges if e.node.name() == _LEAF]  # type: ignore[attr-defined]
                 with _without_hooks(leaves):  # they fire in the backward below, on the sum of all ways
@@ -86,9 +86,9 @@ class WeightHalf:
                     gradients.append(of_weight)
         if starts:
             with _once_hooked(starts[:captured], gradients[:captured]):
-                torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self.weights)
+                backward_from(starts, gradients, retain_graph=True, inputs=self.weights)
         if self.parts:
-            torch.autograd.backward([s for s, _ in self.parts], [g for _, g in self.parts])
+            backward_from([s for s, _ in self.parts], [g for _, g in self.parts])
         self.branches.clear()
         self.alone.clear()
         self.arrived.clear()
@@ -140,7 +140,7 @@ class Halves:
             node.weights_later = half.left
         handles = [node.register_prehook(_remember(half.arrived, node)) for node in half.branches]
         try:
-            torch.autograd.backward([e for e, _ in rest], [g for _, g in rest], retain_graph=True, inputs=self._inputs)
+            backward_from([e for e, _ in rest], [g for _, g in rest], retain_graph=True, inputs=self._inputs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -307,4 +307,28 @@ def _can_wait(node: Node) -> bool:
 
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Where the backward of a tensor begins; keeps the graph, but not the tensor's memory."""
-    return torch.autograd.graph.get_gradient_edge(tensor)
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # needs more to be kept alive
+        return torch.autograd.graph.get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+def backward_from(
+    starts: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
+    inputs: Sequence[Tensor] = (),
+) -> None:
+    """`torch.autograd.backward` from edges whose gradients are known to fit, without its checks: it runs per window.
+
+    Args:
+        starts, gradients: Where it begins, and with what.
+        retain_graph: The graph is needed again.
+        inputs: The leaves to add to; none given: all that are reached.
+    """
+    create_graph = False
+    _engine_run_backward(
+        tuple(starts), tuple(gradients), retain_graph, create_graph, tuple(inputs),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip

@@ -14,17 +14,14 @@ from lightning_3d.absence import function_name
 from lightning_3d.errors import DivergedError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.absent import is_absent
-from lightning_3d.pipeline.events import MUTATED, Event, Vid
+from lightning_3d.pipeline.entry import Arrivals, entry
+from lightning_3d.pipeline.events import MUTATED, Event, TensorMeta, Vid
 from lightning_3d.pipeline.glue import Glue, Unwind, replaced_forward
 from lightning_3d.pipeline.holders import content_of, holders, opened, replace_in_place
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.rng import Randomness, Seeds
-from lightning_3d.probe.intercept import original_apply
 from lightning_3d.where import naming_the_line
-
-_FIRST = 2**63 - 1
-"""Before everything else that is ready, in a backward."""
 
 
 class Logged(NamedTuple):
@@ -33,27 +30,6 @@ class Logged(NamedTuple):
     name: str
     value: Any
     kwargs: dict[str, Any]
-
-
-class _Entry(torch.autograd.Function):
-    """A non-leaf alias of a received leaf: in-place operations on it are legal, and nothing is copied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _entry(leaf: Tensor) -> Tensor:
-    entry: Tensor = original_apply(_Entry, leaf)
-    # autograd runs what was made last first; but another stage waits for this gradient, and for no weight's
-    node: Any = entry.grad_fn
-    if hasattr(node, "_set_sequence_nr"):  # without it the order is the usual one
-        node._set_sequence_nr(_FIRST)
-    return entry
 
 
 class StageRun(Glue):
@@ -75,6 +51,7 @@ class StageRun(Glue):
 
     Attributes:
         captured: Values other windows need (local pieces).
+        arrivals: Where the gradients of the received values arrive.
         logged: Calls of `self.log`, filled in the last window only.
         delivered: `deliver` was called.
     """
@@ -100,6 +77,7 @@ class StageRun(Glue):
         self.randomness = randomness or Randomness(torch.device("cpu"))
         self.last = window == len(partition.windows) - 1
         self.captured: dict[Vid, Tensor] = {}
+        self.arrivals = Arrivals()
         self.logged: list[Logged] = []
         self._entries: dict[Vid, Any] = {}
         self._wanted = partition.wanted_by_event(window)
@@ -124,6 +102,8 @@ class StageRun(Glue):
             )
         if not self.last:
             return None
+        if isinstance(out, Tensor):
+            return sharding.whole(self._resolved(out))
         leaves, spec = tree_flatten(out)
         return tree_unflatten([sharding.whole(self._resolved(x)) for x in leaves], spec)
 
@@ -145,7 +125,8 @@ class StageRun(Glue):
         vid = phantom.vid
         if vid in self._entries:
             return self._entries[vid]
-        self._complete()
+        if self._fetch is not None:
+            self._complete()
         if vid not in self.received:
             raise DivergedError(
                 f"stage {self.window.stage} needs {self._described(vid)}, which the planned path of {self.trace.step} "
@@ -155,8 +136,8 @@ class StageRun(Glue):
                 "until it shall count."
             )
         leaf, meta = self.received[vid], self.trace.meta[vid]
-        entry = _entry(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf
-        self._entries[vid] = sharding.wrap(entry, meta, self.tensor_group)
+        entered = entry(leaf, self.arrivals, vid) if leaf.requires_grad else leaf
+        self._entries[vid] = entered if meta.placement is None else sharding.wrap(entered, meta, self.tensor_group)
         return self._entries[vid]
 
     def _described(self, vid: Vid) -> str:
@@ -166,11 +147,13 @@ class StageRun(Glue):
     def _resolved(self, x: Any) -> Any:
         return self.value(x) if isinstance(x, Phantom) else x
 
-    def _resolve(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any]:
-        if _is_flat(args, kwargs):
-            args = tuple(self._resolved(x) for x in args)
+    def _resolve(self, args: Any, kwargs: Any, flat: bool | None = None) -> tuple[list[Any], Any, Any]:
+        if _is_flat(args, kwargs) if flat is None else flat:
+            given = [self.value(x) if isinstance(x, Phantom) else x for x in args]
+            if not kwargs:
+                return given, tuple(given), kwargs
             kwargs = {key: self._resolved(x) for key, x in kwargs.items()}
-            return [*args, *kwargs.values()], args, kwargs
+            return [*given, *kwargs.values()], tuple(given), kwargs
         leaves, spec = tree_flatten((args, kwargs))
         if any(isinstance(x, Phantom) for x in leaves):
             leaves = [self._resolved(x) for x in leaves]
@@ -251,10 +234,11 @@ class StageRun(Glue):
     def _run_atom(
         self, n: int, event: Event | None, name: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        if not _is_flat(args, kwargs):
+        flat = _is_flat(args, kwargs)
+        if not flat:
             args = tuple(self._resolved_argument(x) for x in args)
             replace_in_place((args, kwargs), Phantom, self.value)
-        leaves, args, kwargs = self._resolve(args, kwargs)
+        leaves, args, kwargs = self._resolve(args, kwargs, flat or None)
         if event is not None and event.random and not self._in_region:
             self.randomness.seed_event(self.seeds, n)
         if event is None:
@@ -302,18 +286,15 @@ class StageRun(Glue):
                 results = tree_flatten(combined)[0] if results is None else results
                 tensor = results[vid[1]] if vid[1] < len(results) else None
             meta = self.trace.meta[vid]
-            found = isinstance(tensor, Tensor) and _looks_like(tensor, meta)
-            if not found:
+            piece = sharding.local(tensor)
+            if not (isinstance(tensor, Tensor) and _looks_like(tensor, piece, meta)):
                 made = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-                gradient = (
-                    f", requires_grad={sharding.local(tensor).requires_grad}" if isinstance(tensor, Tensor) else ""
-                )
+                gradient = f", requires_grad={piece.requires_grad}" if isinstance(tensor, Tensor) else ""
                 raise DivergedError(
                     f"{event.name} (event {n}) made {made}{gradient}; the stages were planned for "
                     f"{(meta.size, meta.dtype)}, requires_grad={meta.requires_grad}. Its result depends on values of "
                     "the batch in a way that a pipeline cannot follow."
                 )
-            piece = sharding.local(tensor)
             self.captured[vid] = piece.clone() if vid in self.trace.overwritten else piece
         self._missing -= len(self._wanted[n])
         if not self._missing and self._deliver is not None:
@@ -339,12 +320,13 @@ class StageRun(Glue):
             self._in_region = before
 
 
-def _looks_like(tensor: Tensor, meta: Any) -> bool:
+def _looks_like(tensor: Tensor, piece: Tensor, meta: TensorMeta) -> bool:
+    """Whether a tensor, and this rank's piece of it, are what the plan says."""
     return (
         tuple(tensor.shape) == meta.size
         and tensor.dtype == meta.dtype
-        and sharding.local(tensor).requires_grad == meta.requires_grad
-        and sharding.placement(tensor) == meta.placement
+        and piece.requires_grad == meta.requires_grad
+        and (None if piece is tensor else sharding.placement(tensor)) == meta.placement
     )
 
 
@@ -353,7 +335,10 @@ _LEAVES = (Tensor, int, float, complex, str, type(None), torch.dtype, torch.devi
 
 def _is_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """No argument can have something inside: the usual case, for which pytrees would be slow."""
-    return all(isinstance(x, _LEAVES) for x in args) and all(isinstance(x, _LEAVES) for x in kwargs.values())
+    for x in args:
+        if not isinstance(x, _LEAVES):
+            return False
+    return not kwargs or all(isinstance(x, _LEAVES) for x in kwargs.values())
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from lightning_3d.pipeline.execution import (
     trained_loss,
 )
 from lightning_3d.pipeline.partition import Partition
+from lightning_3d.pipeline.results import detached
 from lightning_3d.pipeline.rng import Seeds
 from lightning_3d.pipeline.routes import Routes
 from lightning_3d.pipeline.schedule import Action
@@ -76,7 +77,7 @@ class Walk:
         self.partitions, self.steps, self.seeds = partitions, steps, seeds
         self.weights, self.scale = weights, scale
         self.step_name, self.ledger, self.recorder, self.on_action = step_name, ledger, recorder, on_action
-        self._now: Callable[[], Any] = getattr(recorder, "mark", time.monotonic)
+        self._now: Callable[[], Any] = getattr(recorder, "mark", time.monotonic) if recorder is not None else _never
         count = len(partitions)
         self.outputs: list[Any] = [None] * count
         self.losses: list[Tensor | None] = [None] * count
@@ -111,7 +112,7 @@ class Walk:
             with self.program.run():
                 for k, action in enumerate(mine):
                     self._number = k
-                    if not routes.needs[action]:
+                    if self._posted < routes.due[k] and not routes.needs[action]:
                         self._post(routes.due[k])
                     if self.on_action is not None:
                         self.on_action(action)
@@ -148,24 +149,25 @@ class Walk:
         needed = self._routes.needs[action]
         if not needed:
             return []
-        self._settle()
-        due, ahead = self._routes.due[self._number], self._routes.ahead[self._number]
-        self._post(due)
-        if not self.channels.arrived(needed):
-            self._post(ahead)
+        if self._agreed is not None:
+            self._settle()
+        if self._posted < self._routes.due[self._number]:
+            self._post(self._routes.due[self._number])
+        if self._posted < self._routes.ahead[self._number] and not self.channels.arrived(needed):
+            self._post(self._routes.ahead[self._number])
         start = self._now()
         out: list[tuple[Vid, Tensor]] = []
         for parcel in needed:
-            out += zip(parcel.vids, self.channels.receive(parcel), strict=True)
-        self._record(Action("wait", action.microbatch, action.stage), start)
+            out.extend(zip(parcel.vids, self.channels.receive(parcel), strict=True))
+        if self.recorder is not None:
+            self._record(Action("wait", action.microbatch, action.stage), start)
         return out
 
     def _post(self, count: int) -> None:
         """Post receives till there are so many, which takes a while: best when this stage has to wait anyway."""
-        if self._posted < count:
-            self._settle()
-            self.channels.post(self._routes.posts[self._posted : count])
-            self._posted = count
+        self._settle()
+        self.channels.post(self._routes.posts[self._posted : count])
+        self._posted = count
 
     def _settle(self) -> None:
         """Stages that cannot begin yet wait here, and the first one has a forward behind it: nobody loses time."""
@@ -174,7 +176,8 @@ class Walk:
             agreed()
 
     def _send(self, action: Action, values: Mapping[Vid, Tensor]) -> None:
-        self._settle()
+        if self._agreed is not None:
+            self._settle()
         for parcel in self._routes.sends[action]:
             self.channels.send(parcel, [values[vid] for vid in parcel.vids])
 
@@ -201,7 +204,7 @@ class Walk:
                 loss = trained_loss(out, self.step_name)
                 self.losses[i] = None if loss is None else loss.detach()
                 live.loss = None if loss is None else loss * self._weight(i) * self.scale
-                self.outputs[i] = _without_graph(out)
+                self.outputs[i] = detached(out)
         if not run.delivered:
             self._send(action, run.captured)
         run.captured.clear()
@@ -242,7 +245,5 @@ class Walk:
             self.recorder(action, start, self._now())
 
 
-def _without_graph(out: Any) -> Any:
-    from torch.utils._pytree import tree_map
-
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
+def _never() -> None:
+    """Nobody wants to know the time."""
