@@ -23,7 +23,8 @@ _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #27272a; max-width: 960px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
 table { border-collapse: collapse; font-size: 12px } td, th { padding: 2px 7px; text-align: right; white-space: nowrap }
-th { border-bottom: 1px solid #a1a1aa } td:last-child, th:last-child { text-align: left; white-space: normal }
+th { border-bottom: 1px solid #a1a1aa } td:nth-child(2), th:nth-child(2) { text-align: left; white-space: normal }
+small { display: block; color: #71717a }
 tr.best { background: #fef3c7 } .wide { overflow-x: auto } p.note { color: #71717a }
 """
 _SHOWN = 12
@@ -86,7 +87,6 @@ def _table(plan: Plan) -> str:
         "s/step",
         "tokens/s/GPU",
         *(f"MFU {c.replace('_', ' ')}" for c in CONVENTIONS),
-        "why",
     ]
     lines = ["<tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>"]
     for number, p in enumerate(plan.ranked, 1):
@@ -98,10 +98,11 @@ def _table(plan: Plan) -> str:
             seconds_text(p.seconds),
             f"{p.tokens_per_second_per_gpu:,.0f}",
             *(f"{100 * p.mfu(name):.1f} %" for name in CONVENTIONS),
-            slower_because(p, plan.best),
         ]
         mark = ' class="best"' if number == 1 else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>")
+        made = [f"<td>{escape(c)}</td>" for c in cells]
+        made[1] = f"<td>{escape(cells[1])}<small>{escape(slower_because(p, plan.best))}</small></td>"
+        lines.append(f"<tr{mark}>" + "".join(made) + "</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
