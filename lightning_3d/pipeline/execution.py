@@ -180,6 +180,8 @@ def untouched_metrics(program: Program) -> Iterator[None]:
 
 def loss_of(out: Any, step_name: str) -> Tensor | None:
     """The loss in the result of a training step; None when it returned None (skip this microbatch)."""
+    if isinstance(out, Tensor):
+        return out
     if isinstance(out, Mapping):
         if "loss" not in out:
             raise PipelineError(
