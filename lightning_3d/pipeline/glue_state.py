@@ -82,6 +82,7 @@ class GlueState:
         self._root, self._stage = root, stage
         # microbatch -> piece -> (as the first window that changed it found it, as that window left it)
         self._versions: dict[int, dict[int, tuple[Any, Any]]] = {}
+        self._names: dict[int, str] = {}  # of pieces, which their traces keep alive
 
     def begin(self) -> None:
         """A batch begins; one that failed may have left something."""
@@ -112,7 +113,8 @@ class GlueState:
                 now = _content(pieces[k], pieces[k].take())
                 # values of the step itself (losses that blocks collect) are made anew by every step
                 known = (_content(pieces[k], state) for state in versions[k])
-                if not _is_of_the_step(now) and not any(_alike(now, state) for state in known):
+                same = _is_of_the_step(now) or any(_alike(now, state) for state in known)
+                if not same and not self._is_half(partition, pieces[k], window):
                     raise self._changed_twice(partition, pieces[k])
         finally:
             for k, found in before.items():
@@ -124,6 +126,15 @@ class GlueState:
                 pieces[k].put(now)
             if window == mine[-1]:
                 del self._versions[microbatch]
+
+    def _is_half(self, partition: Any, piece: saved.Saved, window: int) -> bool:
+        """A buffer another window writes values into: what ran here is the part of that change that needs none."""
+        if id(piece) not in self._names:
+            self._names[id(piece)] = name_of(piece, self._root)
+        name = self._names[id(piece)]
+        home = partition.buffers.get(name, window)
+        writes = partition.windows[home]
+        return home != window and all(writes.start <= n < writes.stop for n in partition.trace.buffer_reads[name])
 
     def _changed_twice(self, partition: Any, piece: saved.Saved) -> PipelineError:
         return PipelineError(

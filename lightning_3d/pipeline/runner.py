@@ -225,10 +225,10 @@ class PipelineRunner:
         spread = self._spread_of(walk.partitions)
         around = each_backward(lists[self.stage]) if each_backward is not None else None
         walk.run(self._routes(walk.partitions, lists), before_last_backward if around is None else None, around)
+        self._spread_buffers(walk.partitions)  # first: the last stage may have made a part of the changes
         spread.finish()
         self.step_number += 1
         self.live_peak = walk.live_peak
-        self._spread_buffers(walk.partitions)
         return self._result(walk, sizes, weights)
 
     def evaluate(self, step_name: str, batch: Any, batch_idx: int = 0, *args: Any) -> StepResult:
@@ -247,9 +247,9 @@ class PipelineRunner:
         walk = self._walk(step_name, microbatches, (batch_idx, *args), number, None)
         spread = self._spread_of(walk.partitions)
         walk.run(self._routes(walk.partitions, self._evaluation_lists(walk.partitions)))
+        self._spread_buffers(walk.partitions)
         spread.finish()
         self.evaluation_number += 1
-        self._spread_buffers(walk.partitions)
         return self._result(walk, sizes, [size / sum(sizes) for size in sizes])
 
     def _routes(self, partitions: Sequence[Partition], lists: Sequence[Sequence[Action]]) -> Routes:

@@ -132,8 +132,9 @@ class StageRun(Glue):
                 f"stage {self.window.stage} needs {self._described(vid)}, which the planned path of {self.trace.step} "
                 "does not send there: it is used on a branch that was not taken when the step was planned, and that "
                 "cannot be foreseen (on values of other stages, on global variables, on what an earlier microbatch of "
-                "the same batch did). Use it in every step: compute it outside of the `if`, and multiply it by 0.0 "
-                "until it shall count."
+                "the same batch did), or an earlier step kept it in an attribute or a list. Use it in every step: "
+                "compute it outside of the `if`, and multiply it by 0.0 until it shall count; keep it in a registered "
+                "buffer that is changed in place (self.mean.lerp_(x.mean(0), 0.1)), which all stages are given."
             )
         leaf, meta = self.received[vid], self.trace.meta[vid]
         entered = entry(leaf, self.arrivals, vid) if leaf.requires_grad else leaf

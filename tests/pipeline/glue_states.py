@@ -51,27 +51,31 @@ class Block(nn.Module):
 
 
 class Remembers(pl.LightningModule):
-    """A step with something before the blocks and something after them."""
+    """A step with something before the blocks, behind the first one, and after them."""
 
-    def __init__(self, before: Any = None, after: Any = None, blocks: str = "") -> None:
+    def __init__(self, before: Any = None, after: Any = None, blocks: str = "", behind: Any = None) -> None:
         super().__init__()
         self.inp = nn.Linear(8, 6)
         self.blocks = nn.ModuleList([Block(blocks) for _ in range(6)])
         self.head = nn.Linear(6, 5)
         self.before, self.after = before or (lambda module, x: x), after or (lambda module, x, loss: None)
+        self.behind = behind
         self.count, self.queue, self.array = 0, deque([1.0], maxlen=3), np.zeros(3)
         self.helper, self.previous, self.held = Helper(), 0.0, None
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("bank", F.normalize(torch.arange(40.0).view(5, 8).sin(), dim=0))
+        self.register_buffer("middle", torch.zeros(6))
         self.register_buffer("place", torch.zeros(1, dtype=torch.long))
         self.seen: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = self.before(self, batch["x"])
         h = self.inp(x)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             h = block(h)
+            if number == 0 and self.behind is not None:
+                h = self.behind(self, h)
         loss = F.cross_entropy(self.head(h), batch["y"])
         extra = self.after(self, batch["x"], loss)
         self.log("loss", loss)
@@ -147,6 +151,13 @@ def goes_on(module: Any, x: Tensor) -> Tensor:
     return x if module.held is None else x + module.held
 
 
+# -- behind the first block: the last stage runs the first half of the change only
+def decays(module: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.middle.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return h - module.middle
+
+
 # -- after the loss
 def counts_at_end(module: Any, x: Tensor, loss: Tensor) -> None:
     module.count += 1
@@ -180,6 +191,7 @@ KINDS: dict[str, Callable[[], Remembers]] = {
     "the loss before": lambda: Remembers(uses_end, keeps_loss),
     "stateful": lambda: Remembers(goes_on, keeps_loss),
     "memory bank": lambda: Remembers(None, contrasts),
+    "mean in the middle": lambda: Remembers(behind=decays),
     "block counts": lambda: Remembers(blocks="counter"),
     "block has state": lambda: Remembers(blocks="state"),
     "block notes calls": lambda: Remembers(blocks="global"),
