@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
 from lightning_3d.errors import PipelineError, near
 from lightning_3d.pipeline import sharding
+from lightning_3d.pipeline.events import Trace
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OPEN_TORCH = (*_CONTAINERS, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 _GRANULARITY = 2
 
 
-def find_atoms(module: nn.Module, stages: int, closed: tuple[str, ...] = ()) -> dict[str, nn.Module]:
+def find_atoms(
+    module: nn.Module, stages: int, closed: tuple[str, ...] = (), opened: Collection[str] = ()
+) -> dict[str, nn.Module]:
     """Open the largest modules until the pieces are fine enough to be shared out over the stages.
 
     Stops at the elements of a long chain (ModuleList, Sequential) once they are at most 1.5/stages of the
@@ -23,6 +28,7 @@ def find_atoms(module: nn.Module, stages: int, closed: tuple[str, ...] = ()) -> 
         module: The root; it is always opened.
         stages: Number of pipeline stages.
         closed: Names of modules that must not be opened.
+        opened: Names of modules that must be opened, see `used_by_methods`.
 
     Returns:
         Name -> module, each module once, in order of registration.
@@ -36,6 +42,7 @@ def find_atoms(module: nn.Module, stages: int, closed: tuple[str, ...] = ()) -> 
         fine = count * _GRANULARITY * stages <= total or (in_chain and count * stages <= 1.5 * total)
         if current is not module:
             stop = name in closed or _is_leaf(current, children)
+            fine = fine and name not in opened
             if stop or (fine and not isinstance(current, (nn.ModuleList, nn.ModuleDict))):
                 if count:
                     atoms.setdefault(id(current), (name, current))
@@ -73,11 +80,30 @@ def check_split_names(names: list[str], module: nn.Module, parts: int, stages: i
             raise PipelineError(f"pipeline_split names {name!r}, which is no module of the model." + near(name, known))
 
 
-def atoms_for_split(module: nn.Module, stages: int, names: list[str]) -> dict[str, nn.Module]:
+def used_by_methods(module: nn.Module, atoms: dict[str, nn.Module], trace: Trace) -> list[str]:
+    """Atoms the step never calls as modules, though it uses their weights (`block.encode(x)`): their parts are pieces.
+
+    A layer without parts whose weight is used directly is none of them.
+    """
+    called = set(trace.call_names())
+    used = {name for event in trace.events for name in event.params}
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [
+        name
+        for name, atom in atoms.items()
+        if name not in called
+        and not _is_leaf(atom, [(key, child) for key, child in atom.named_children() if _parameter_count(child)])
+        and any(names[id(p)] in used for p in atom.parameters())
+    ]
+
+
+def atoms_for_split(
+    module: nn.Module, stages: int, names: list[str], opened: Collection[str] = ()
+) -> dict[str, nn.Module]:
     """Atoms such that every named module is one, or begins with one."""
     modules = dict(module.named_modules())
     atoms: dict[str, nn.Module] = {}
-    for name, atom in find_atoms(module, stages).items():
+    for name, atom in find_atoms(module, stages, opened=opened).items():
         inside = [n for n in names if n.startswith(name + ".")]
         if not inside:
             atoms[name] = atom

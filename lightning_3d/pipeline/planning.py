@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from torch import nn
 
-from lightning_3d.pipeline.atoms import atoms_for_split, check_split_names, find_atoms
+from lightning_3d.pipeline.atoms import atoms_for_split, check_split_names, find_atoms, used_by_methods
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.partition import (
     Held,
@@ -59,19 +60,31 @@ def make_plan(
     if not isinstance(split, str):
         names = list(split)
         check_split_names(names, module, len(owners), stages)
-        atoms = atoms_for_split(module, len(owners), names)
-        trace = tracer(atoms)
+        atoms, trace, _ = _traced(module, partial(atoms_for_split, module, len(owners), names), tracer)
         return _placed(module, atoms, trace, named_starts(trace, names), stages, owners)
-    atoms = find_atoms(module, len(owners))
-    trace = tracer(atoms)
+    atoms, trace, opened = _traced(module, partial(find_atoms, module, len(owners)), tracer)
     block = _repeated_block(module, trace, len(owners))
     if block is not None:
         # one block called again and again (ALBERT): it is the piece, not its layers
-        atoms = find_atoms(module, len(owners), closed=(block,))
+        atoms = find_atoms(module, len(owners), closed=(block,), opened=opened)
         trace = tracer(atoms)
     if split == "measured" and measure is not None:
         measure(trace, atoms)
     return _placed(module, atoms, trace, automatic_starts(trace, len(owners), stages), stages, owners)
+
+
+def _traced(
+    module: nn.Module, find: Callable[..., dict[str, nn.Module]], tracer: Callable[[Mapping[str, nn.Module]], Trace]
+) -> tuple[dict[str, nn.Module], Trace, list[str]]:
+    """The atoms, their trace, and what had to be opened since the step calls its methods, not the module."""
+    opened: list[str] = []
+    while True:
+        atoms = find(opened=opened)
+        trace = tracer(atoms)
+        more = used_by_methods(module, atoms, trace)
+        if not more:
+            return atoms, trace, opened
+        opened += more
 
 
 def _placed(
