@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.samples import batch_size, describe_size
+from lightning_3d.pipeline.samples import batch_size, describe_size, parts_of
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 
 
@@ -30,8 +30,11 @@ def count_microbatches(layout: Layout, asked: int | str, batch: Any) -> int:
         given, way = f"num_microbatches={count}", "lower num_microbatches, or leave it 'auto'"
         if made_for is not None:
             given, way = f"the schedule in {layout.schedule} has {count}", "or choose another schedule"
+        larger = f"Raise the loader's batch_size to at least {count}"
+        if parts_of(batch):
+            larger = f"Give all loaders a batch_size that {count} divides"
         raise ConfigurationError(
             f"{given}, but a batch of one data-parallel replica has {describe_size(batch)}, so at most {size} "
-            f"microbatches can be cut. Raise the loader's batch_size to at least {count}, {way}."
+            f"microbatches can be cut. {larger}, {way}."
         )
     return count

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +56,14 @@ class Unwind(BaseException):
     """The window is over: leave the user's step. Not an `Exception`, so that user code does not catch it."""
 
 
+def uncompiled() -> AbstractContextManager[None]:
+    """From this call until `__exit__`, functions the user compiled with `torch.compile` run as they are written.
+
+    A loss or a sampler in glue code is made of events; a compiler would follow the interpreter, anew in every step.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class _Active:
     """See `Glue.active`; a class, since a generator costs more than some windows' glue code."""
 
@@ -64,10 +73,12 @@ class _Active:
     def __enter__(self) -> None:
         self._before = _thread.glue
         _thread.glue = self._glue
+        self._glue.uncompiled = uncompiled()
         self._glue.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._glue.__exit__(*error)
+        self._glue.uncompiled.__exit__(*error)
         _thread.glue = self._before
         if self._glue._turned:
             self._glue.turn_back()
@@ -81,6 +92,7 @@ class _Paused:
 
     def __enter__(self) -> None:
         self._glue.inside += 1
+        self._glue.uncompiled.__exit__(None, None, None)
         if torch.overrides._get_current_function_mode() is self._glue:
             self._popped = True
             torch.overrides._pop_mode()
@@ -88,6 +100,7 @@ class _Paused:
     def __exit__(self, *_: object) -> None:
         if self._popped:
             torch.overrides._push_mode(self._glue)
+        self._glue.uncompiled.__enter__()
         self._glue.inside -= 1
 
 
@@ -102,9 +115,11 @@ class Glue(TorchFunctionMode, ABC):
         n: Number of the next event.
         inside: Greater than zero while an event runs: what it calls is not glue code.
         checkpointed: An activation checkpoint was made, in glue code or in an atom.
+        uncompiled: Open while glue code runs: see `uncompiled`.
     """
 
     trace: Trace
+    uncompiled: AbstractContextManager[None]
 
     def __init__(self, module: nn.Module, atoms: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -298,7 +298,7 @@ class TraceRun(Glue):
             n, event = self._begin("atom:" + name, "atom", leaves)
             weights = own_parameters(module)
             event.params = {self.fakes.names[id(p)] for p in weights if id(p) in self.fakes.names}
-            check_transforms(event.name, weights, lambda _: True)
+            check_transforms(repr(name), weights, lambda _: True)
             self._touched_inside = set()
             before = attributes_of(module)
             fakes = [self._fake(x) for x in leaves]

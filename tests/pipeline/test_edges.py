@@ -231,6 +231,17 @@ def net(body: Body = _plain, block: Callable[[], nn.Module] = _linear, step: Any
     return lambda: Net(body, block, step)
 
 
+class Methods(nn.Module):
+    """A block that is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Parameter(torch.tensor(1.1))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
 def _twice(net: Net, batch: Any, batch_idx: int) -> Tensor:
     return (net(batch[0]) - net(batch[0].flip(0))).pow(2).mean()
 
@@ -268,6 +279,7 @@ WORKS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "layer_drop": net(_layer_drop),
     "two_walks": net(step=_twice),
+    "blocks_used_by_methods": net(_each(lambda net, x, block, j: block.encode(x)), Methods),  # type: ignore[operator]
     "compiled_blocks": net(block=lambda: torch.compile(nn.Linear(16, 16), backend="eager")),
 }
 SAME_NUMBERS_AS_PLAIN = set(WORKS) - {
@@ -304,6 +316,30 @@ def test_works(name: str) -> None:
         assert float(loss) == pytest.approx(float(cut.result.loss), rel=1e-9)
         worst, where = reference.worst_gradient(cut.gradients, plain)
         assert worst <= 1e-9, where
+
+
+def test_compiled_functions_of_the_step_run_as_written() -> None:
+    """Broken before: the compiler followed the interpreter, anew in every step."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def written(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y) + 0.1 * x.square().mean()
+
+    loss = torch.compile(written, backend=backend)
+    x, y = batch_of("mlp", 6)
+    batch = (x, y % 4)
+    cut = simulate(build(net(step=lambda net, b, i: loss(net(b[0]), b[1]))), 3, batch, num_microbatches=2)
+    assert not compiled
+    plain = build(net(step=lambda net, b, i: written(net(b[0]), b[1])))
+    parts, sizes = split_with_sizes(batch, 2)
+    reference.train(plain, parts, [s / sum(sizes) for s in sizes])
+    assert reference.worst_gradient(cut.gradients, plain)[0] <= 1e-9
+    loss(x[:, :4], batch[1])
+    assert compiled, "the compiler is on again"
 
 
 KEPT: list[Tensor] = []
