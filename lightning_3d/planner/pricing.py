@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_3d.planner.memory import Memory, memory
-from lightning_3d.planner.step_time import Run, StepTime, step_time
+from lightning_3d.planner.step_time import Run, StepTime, block_times, step_time
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,20 @@ class Priced:
         run = self.run
         count = run.chain.flops_per_token(run.job.seq, causal=convention == "model_causal")
         if convention == "hardware":
-            share = self.time.recompute / max(self.time.compute, 1e-12)
-            count *= 1 + share
+            count *= 1 + self._again()
         return count * self.tokens_per_second_per_gpu
+
+    def _again(self) -> float:
+        """What is computed again, as a share of the operations of forward and backward."""
+        run, kinds = self.run, self.run.chain.kinds
+        works, _ = block_times(run)
+        ends = (kinds[0], kinds[-1])  # compute nothing again
+        again = sum(
+            works[kind].operations_again(run.candidate.recompute, run.software.keeps_products)
+            for kind in kinds
+            if kind not in ends
+        )
+        return again / (3 * sum(works[kind].operations for kind in kinds))
 
     def mfu(self, convention: str = "model_full") -> float:
         """The same as a share of the peak in the job's precision."""

@@ -113,7 +113,26 @@ class Work:
     @property
     def operations(self) -> float:
         """Operations of the products and of attention."""
-        return sum(2.0 * rows * inner * columns for rows, inner, columns in self.matmuls) + self.attention
+        return self.operations_of_products + self.attention
+
+    @property
+    def operations_of_products(self) -> float:
+        return sum(2.0 * rows * inner * columns for rows, inner, columns in self.matmuls)
+
+    def operations_again(self, recompute: str, keeps_products: bool) -> float:
+        """Operations that its backward computes again.
+
+        Args:
+            recompute: One of `RECOMPUTE`; "half" is the mean of the two kinds of layers.
+            keeps_products: Selective recomputation computes elementwise operations again, not attention.
+        """
+        return {
+            "none": 0.0,
+            "half": self.operations / 2,
+            "selective": self.attention if self.scores and not keeps_products else 0.0,
+            "alternate": self.operations_of_products / 2,
+            "full": self.operations,
+        }[recompute]
 
 
 def share(size: int, parts: int) -> int:

@@ -81,6 +81,12 @@ def test_arguments_make_the_same_layout(answer: Plan, name: str) -> None:
 def test_conventions_of_flops(answer: Plan) -> None:
     causal, full, hardware = (answer.best.mfu(c) for c in ("model_causal", "model_full", "hardware"))
     assert causal < full <= hardware < 0.8
+    again = {how: answer.explain(f"tp4-pp2-mbs1-{how}") for how in ("none", "half", "full")}
+    share = {how: p.mfu("hardware") / p.mfu("model_full") for how, p in again.items()}
+    # forward is a third of the operations; the head's (4096 x 128256, as much as 2.2 layers of 32) are not repeated
+    assert share["none"] == 1
+    assert share["full"] == pytest.approx(1 + (1 - 0.066) / 3, abs=0.003)
+    assert share["half"] == pytest.approx((1 + share["full"]) / 2)
 
 
 def test_impossible_budget_says_how_many() -> None:
