@@ -148,8 +148,9 @@ class Construction:
             _log.warning(warning)
         if step_name == "training_step":
             self.proved = prove(self.module, self.tensor_plan, step_on, batch, self.mesh, self.settings.verify)
-        shared = {d.placement.copies for d in self.tensor_plan.decisions.values() if d.placement is not None}
-        self.tensor_group.parts = {c: self.mesh.tensor_part(c) for c in sorted(shared) if c > 1}
+        cuts = [d.placement for d in self.tensor_plan.decisions.values() if d.placement is not None]
+        shared = {copies for cut in cuts for copies in (cut.copies, *cut.shares)}
+        self.tensor_group.parts = {c: self.mesh.tensor_part(c) for c in sorted(shared) if 1 < c < self.layout.tp}
         rewrite(self.module, self.tensor_plan, self.tensor_group)
         mark_state_dicts(self.module, self.global_shapes, self.mesh.at.tp, self.layout.tp)
         if self.settings.record:

@@ -159,6 +159,18 @@ def gpt2(heads: int = 4, depth: int = 4) -> LitHF:
     return LitHF(GPT2LMHeadModel(config))
 
 
+def phi3() -> LitHF:
+    """Fused q, k, v with two key/value heads."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False, pad_token_id=0, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return LitHF(Phi3ForCausalLM(config))
+
+
 class Samples(Dataset):
     def __init__(self, columns: dict[str, Tensor]) -> None:
         self.columns = columns
@@ -202,6 +214,8 @@ MODELS: dict[str, tuple[Callable[[], Lit], Callable[[int], Samples]]] = {
     "llama": (llama, labelled),
     "llama_full": (llama, full),
     "gpt2": (gpt2, labelled),
+    "phi3": (phi3, labelled),
+    "phi3_full": (phi3, full),
 }
 # enough heads and blocks for eight ranks along one axis
 MODELS |= {

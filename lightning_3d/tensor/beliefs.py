@@ -16,6 +16,7 @@ class Refuted(BaseException):
         hints: Segmentations that might work.
         kind: "layout" if another segmentation could help.
         heads: Number of attention heads the ranks cannot share, if that is why.
+        lengths: Sizes of the cut dims that met.
     """
 
     def __init__(
@@ -25,9 +26,11 @@ class Refuted(BaseException):
         hints: Sequence[tuple[int, ...]] = (),
         kind: str = "op",
         heads: int | None = None,
+        lengths: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(reason)
         self.keys, self.reason, self.hints, self.kind, self.heads = keys, reason, tuple(hints), kind, heads
+        self.lengths = lengths
 
 
 class Again(BaseException):
@@ -41,6 +44,7 @@ class Beliefs:
         replicated: Key -> why it stays whole.
         segments: Key -> segmentation to try.
         copies: Key -> number of ranks that share each of its chunks (fewer heads than ranks).
+        shares: Key -> for each of its segments, how many ranks have to hold it together (fused, fewer heads).
         pinned: Decisions of an earlier run that ended in `Again`.
     """
 
@@ -48,4 +52,5 @@ class Beliefs:
         self.replicated: dict[str, str] = {}
         self.segments: dict[str, tuple[int, ...]] = {}
         self.copies: dict[str, int] = {}
+        self.shares: dict[str, tuple[int, ...]] = {}
         self.pinned: dict[str, Decision] = {}

@@ -207,7 +207,8 @@ class Choices:
         if copies > 1:
             return self._shared(width, out, copies)
         if key in self.beliefs.segments:
-            return Decision("column", Placement(out, self.beliefs.segments[key]))
+            cut = Placement(out, self.beliefs.segments[key], shares=self.beliefs.shares.get(key, ()))
+            return Decision("column", cut)
         if width % size == 0:
             return Decision("column", Placement(out, (width,)))
         if head and (width >= self.smallest_vocabulary or demand == "vocab"):

@@ -7,6 +7,7 @@
 | `gather`              | all-gather         | slice              | a shard becomes the whole tensor |
 | `scatter`             | slice              | all-gather         | a whole tensor becomes a shard |
 | `sum_copies`          | identity           | sum over copies    | a parameter whose chunks several ranks hold |
+| `share`               | copies gather      | sum over copies, slice | a piece of fewer heads than ranks (fused qkv) |
 | `slice_overlapping`   | slice              | pad + all-reduce   | ranks take parts that may overlap (few kv heads) |
 | `sequence_gather`     | all-gather         | reduce-scatter     | column layer under sequence parallelism |
 | `sequence_scatter`    | reduce-scatter     | all-gather         | row layer under sequence parallelism |
@@ -136,6 +137,43 @@ class _SumCopies(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return ctx.group.sum_copies(grad, ctx.copies), None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
+        ctx.placement, ctx.group = placement, group
+        copies = placement.shared_by
+        return placement.of_neighbours(group.size).to_global(group.gather_copies(x, copies), copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return original_apply(_SumOfShares, grad, ctx.placement, ctx.group), None, None
+
+
+class _SumOfShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
+        ctx.placement, ctx.group = placement, group
+        copies = placement.shared_by
+        total = group.sum_copies(x, copies)
+        return placement.of_neighbours(group.size).to_local(total, group.rank % copies, copies).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return share(grad, ctx.placement, ctx.group), None, None
+
+
+class WholeCopyOfACutTensor(torch.autograd.Function):
+    """Its output is (a part of) a gathered copy. Autograd refuses to write into it: the shards would not see that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 class _SequenceGather(torch.autograd.Function):
@@ -278,6 +316,18 @@ def gather(x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
 def sum_copies(x: Tensor, copies: int, group: TensorGroup) -> Tensor:
     """A parameter that `copies` neighbouring ranks hold: identity forward, backward the sum over them."""
     return original_apply(_SumCopies, x, copies, group) if _tracked(x) else x
+
+
+@_pair
+def share(x: Tensor, placement: Placement, group: TensorGroup) -> Tensor:
+    """A piece that neighbouring ranks have to hold together (`placement.shares`), gathered by them."""
+    return original_apply(_Share, x, placement, group)
+
+
+@_pair
+def lend(x: Tensor) -> Tensor:
+    """A copy of a part of a cut tensor, where user code has a view of it: read-only while gradients are followed."""
+    return original_apply(WholeCopyOfACutTensor, x) if _tracked(x) else x
 
 
 @_pair

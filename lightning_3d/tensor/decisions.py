@@ -193,7 +193,9 @@ class TensorPlan:
         decisions = {}
         for name, d in self.decisions.items():
             cut = d.placement
-            data = None if cut is None else [cut.dim, list(cut.segments), cut.padding, cut.axis, cut.copies]
+            data = None
+            if cut is not None:
+                data = [cut.dim, list(cut.segments), cut.padding, cut.axis, cut.copies, list(cut.shares)]
             decisions[name] = {"kind": d.kind, "placement": data, "reason": d.reason, "heads": d.heads}
         return {
             "size": self.size,
@@ -210,7 +212,7 @@ class TensorPlan:
         decisions = {}
         for name, d in data["decisions"].items():
             cut = d["placement"]
-            place = None if cut is None else Placement(cut[0], tuple(cut[1]), *cut[2:])
+            place = None if cut is None else Placement(cut[0], tuple(cut[1]), cut[2], cut[3], cut[4], tuple(cut[5]))
             decisions[name] = Decision(d["kind"], place, d["reason"], d["heads"])
         return cls(
             data["size"],

@@ -108,6 +108,15 @@ class TensorGroup:
         first = self.rank - self.rank % copies
         return torch.stack(self.all_gather(tensor)[first : first + copies]).sum(0)
 
+    def gather_copies(self, tensor: Tensor, copies: int) -> list[Tensor]:
+        """What the `copies` neighbouring ranks that are to hold the same chunk have of it, in order of rank."""
+        if self._shapes_only(tensor):
+            return [tensor] * copies
+        if copies in self.parts:
+            return self.parts[copies].all_gather(tensor.contiguous())
+        first = self.rank - self.rank % copies
+        return self.all_gather(tensor)[first : first + copies]
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, in order of rank."""
         if self._shapes_only(tensor):

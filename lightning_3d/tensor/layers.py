@@ -304,5 +304,7 @@ def describe_cuts(module: nn.Module) -> str:
     for name, (cut, _) in cuts.items():
         sizes = "+".join(map(str, cut.segments)) + (f" (+{cut.padding} padding)" if cut.padding else "")
         shared = f", shared by {cut.copies} ranks each" if cut.copies > 1 else ""
+        if cut.shares:
+            shared = f", outputs gathered by {'+'.join(map(str, cut.shares))} ranks"
         words.append(f"{name} {sizes} along dim {cut.dim}{shared}")
     return ", ".join(words)

@@ -12,7 +12,7 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.group import TensorGroup
 from lightning_3d.tensor.placement import NoRule, Placement, valid_rows
 from lightning_3d.tensor.registry import Args, Kwargs
-from lightning_3d.tensor.sharded import ShardedTensor, merged_sources
+from lightning_3d.tensor.sharded import ShardedTensor, merged_sources, storage_of, whole
 
 
 def derive(local: Tensor, placement: Placement, *origins: ShardedTensor) -> ShardedTensor:
@@ -53,6 +53,8 @@ def align(operands: list[ShardedTensor]) -> tuple[int, Placement]:
             raise NoRule(f"operands are cut differently: {head!r} and {other!r}", hints, kind="layout")
         if other.placement.axis == "sequence":
             cut = Placement(cut.dim, cut.segments, cut.padding, "sequence")
+        if other.placement.shares and not cut.shares and cut.copies == 1:
+            cut = replace(cut, shares=other.placement.shares)
     return from_right, cut
 
 
@@ -88,6 +90,30 @@ def finer(x: ShardedTensor) -> ShardedTensor:
     parts = [piece.chunk(cut.copies, dim)[mine] for piece in pieces]
     local = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return derive(local, replace(cut, copies=1), x)
+
+
+def held_together(x: ShardedTensor) -> Tensor:
+    """A piece of a fused projection whose heads are fewer than the ranks: gathered by the ranks that share each head.
+
+    If all ranks share it, it becomes whole. User code has a view of the projection here, and a write into it would be
+    lost for the shards: while planning that is refuted, later autograd refuses it.
+
+    Collectives: one all-gather of x over the ranks that share it (backward: one sum of as many elements over them).
+    """
+    cut, group = x.placement, x.group
+    copies = cut.shared_by
+    if copies == 1:
+        return x
+    if copies == group.size:
+        out = held = collectives.lend(whole(x))
+    else:
+        group.conversions += 1
+        held = collectives.lend(collectives.share(x.local, cut, group))
+        out = derive(held, replace(cut, copies=copies, shares=()), x)
+    if group.on_gather is not None:
+        group.lent[storage_of(held)] = held, x.sources
+        group.lent[storage_of(x.local)] = x.local, x.sources
+    return out
 
 
 def no_copies(cut: Placement, what: str) -> None:

@@ -12,6 +12,10 @@ With `copies` c, neighbouring ranks share a chunk: there are size / c chunks and
 segment (8 key/value heads over 16 ranks). The copies hold equal values, but each only *its part of the gradient*: the
 gradient of the global tensor is the sum over the copies. So every operation may go on with what its rank has, and the
 sum is formed once, at the parameter.
+
+With `shares` the ranks hold no copies yet, but will need some: (Q, K, K) with shares (1, 4, 4) is a fused projection
+with fewer key/value heads than ranks. It is divided as without shares (the weight, too), so a rank's part of K may be a
+part of a head. A piece that is split off and belongs to several ranks is gathered by these (`held_together`).
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ class Placement:
             them; they are zero, get zero gradient and never reach a checkpoint.
         axis: "tp", or "sequence" for an activation that is cut along the sequence (sequence parallelism).
         copies: Neighbouring ranks that hold the same chunk; divides the number of ranks.
+        shares: For each segment the neighbouring ranks that have to hold it together once it is alone; empty if none.
     """
 
     dim: int
@@ -73,10 +78,15 @@ class Placement:
     padding: int = 0
     axis: str = "tp"
     copies: int = 1
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert not self.padding or len(self.segments) == 1, "only a dim of one segment can be padded"
         assert not self.padding or self.copies == 1, "a padded dim is not shared by ranks"
+        if self.shares:
+            assert len(self.shares) == len(self.segments), "each segment has its number of ranks"
+            assert self.copies == 1, "what ranks hold copies of need not be gathered"
+            assert not self.padding, "a padded dim is not shared by ranks"
 
     @property
     def length(self) -> int:
@@ -101,9 +111,19 @@ class Placement:
         """Number of different chunks over `size` ranks."""
         return size // self.copies
 
-    def cut(self, segments: tuple[int, ...], dim: int | None = None) -> Placement:
+    def cut(self, segments: tuple[int, ...], dim: int | None = None, shares: tuple[int, ...] = ()) -> Placement:
         """Other segments, same axis and copies, no padding."""
-        return Placement(self.dim if dim is None else dim, segments, 0, self.axis, self.copies)
+        shares = shares if any(n > 1 for n in shares) else ()
+        return Placement(self.dim if dim is None else dim, segments, 0, self.axis, self.copies, shares)
+
+    @property
+    def shared_by(self) -> int:
+        """Ranks that have to hold this piece together; 1 for none, or while its segments differ in that."""
+        return self.shares[0] if self.shares and len(set(self.shares)) == 1 else 1
+
+    def of_neighbours(self, size: int) -> Placement:
+        """How the `shared_by` neighbours that have to hold a piece together divide it now."""
+        return Placement(self.dim, tuple(n * self.shared_by // size for n in self.segments))
 
     def local_length(self, size: int) -> int:
         """Local size of the cut dim."""
@@ -211,6 +231,11 @@ def view_placement(old: Sequence[int], placement: Placement, new: Sequence[int],
         for dim in range(len(new)):
             if new[dim] == old[placement.dim] and math.prod(new[dim + 1 :]) == tail:
                 return placement.at(dim)
+            inner, odd = divmod(math.prod(new[dim + 1 :]), max(tail, 1))
+            if placement.padding or odd or new[dim] * inner != old[placement.dim]:
+                continue
+            if all(n % (size * inner) == 0 for n in placement.segments):  # heads of a fused q, k, v
+                return placement.cut(tuple(n // inner for n in placement.segments), dim)
         raise NoRule(
             f"view {tuple(old)} -> {tuple(new)} splits or merges dim {placement.dim}, which is cut unevenly "
             f"{placement.segments}",

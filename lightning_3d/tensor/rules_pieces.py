@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.collectives import reduce_out
-from lightning_3d.tensor.operands import align, derive, localize
+from lightning_3d.tensor.operands import align, derive, held_together, localize
 from lightning_3d.tensor.placement import NoRule, Placement
 from lightning_3d.tensor.registry import Args, Kwargs, argument, first, register_rule
 from lightning_3d.tensor.sharded import ShardedTensor, is_sharded, merged_sources
 
 
-def _segments_of(cut: Placement, sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """The segments that make up each of the consecutive `sizes` of the cut dim."""
+def _cuts_of(cut: Placement, sizes: Sequence[int], ranks: int) -> list[Placement]:
+    """How each of the consecutive `sizes` of the cut dim is cut: the segments that make it up."""
     if cut.padding:
         raise NoRule("slicing a padded dim", kind="layout")
-    pieces: list[tuple[int, ...]] = []
+    pieces: list[Placement] = []
     position = 0
     for n in sizes:
+        first = position
         taken: list[int] = []
         while sum(taken) < n and position < len(cut.segments):
             taken.append(cut.segments[position])
@@ -36,19 +37,19 @@ def _segments_of(cut: Placement, sizes: Sequence[int], ranks: int) -> list[tuple
                 hints=[tuple(sizes)] if possible else [],
                 kind="layout",
             )
-        pieces.append(tuple(taken))
+        pieces.append(cut.cut(tuple(taken), shares=cut.shares[first:position]))
     return pieces
 
 
-def _pieces(x: ShardedTensor, dim: int, sizes: Sequence[int]) -> tuple[ShardedTensor, ...]:
+def _pieces(x: ShardedTensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Consecutive pieces of `x` along `dim`."""
     cut = x.placement
     if dim != cut.dim:
         return tuple(derive(part, cut, x) for part in x.local.split(list(sizes), dim))
     chunks = cut.chunks(x.group.size)
-    segments = _segments_of(cut, sizes, chunks)
-    parts = x.local.split([sum(s) // chunks for s in segments], dim)
-    return tuple(derive(part, cut.cut(s), x) for part, s in zip(parts, segments, strict=True))
+    cuts = _cuts_of(cut, sizes, chunks)
+    parts = x.local.split([n // chunks for n in sizes], dim)
+    return tuple(held_together(derive(part, c, x)) for part, c in zip(parts, cuts, strict=True))
 
 
 @first("split", "split_with_sizes", "unsafe_split")
@@ -161,9 +162,9 @@ def _slice_of_cut_dim(x: ShardedTensor, entry: slice) -> tuple[slice, Placement]
     if stop <= start:
         raise NoRule("empty slice of the cut dim")
     sizes = [n for n in (start, stop - start, total - stop) if n]
-    taken = _segments_of(cut, sizes, ranks)[1 if start else 0]
+    taken = _cuts_of(cut, sizes, ranks)[1 if start else 0]
     begin = start // ranks
-    return slice(begin, begin + sum(taken) // ranks), cut.cut(taken)
+    return slice(begin, begin + taken.length // ranks), taken
 
 
 def _local_index(x: ShardedTensor, index: Any) -> tuple[tuple[Any, ...], Placement, int]:
@@ -240,7 +241,7 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if position is not None:
         return position
     local_index, cut, _ = _local_index(x, index)
-    return derive(x.local[local_index], cut, x)
+    return held_together(derive(x.local[local_index], cut, x))
 
 
 @register_rule("setitem")

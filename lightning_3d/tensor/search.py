@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,9 +64,12 @@ class Search:
         self.group.on_gather, self.group.on_whole = self._on_gather, self._on_whole
         self.beliefs = Beliefs()
         self.tried: dict[str, list[tuple[int, ...]]] = {}
+        self.later: dict[str, list[tuple[int, ...]]] = {}  # what hints could mean, too
         self.history: dict[str, list[str]] = {}
         self.heads_of: dict[str, int] = {}  # weights whose attention heads the ranks cannot share
         self.shared: set[str] = set()  # weights whose chunks were once shared by groups of ranks
+        self.gathered: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}  # and what was tried of that
+        self.fused: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # segments, shares to try at last
         self.not_heads: set[str] = set()
         self.heads: set[str] = set()
         self.delivered: set[str] = set()  # sources of activations that were gathered
@@ -143,7 +147,8 @@ class Search:
             curable = [g for g in free if any(self._untried(k, why, guesses=False) for k in self._culprit(g))]
             blamed = min(curable or free, key=lambda g: sum(map(self.facts.elements, g)))
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
-        raise Refuted(self._culprit(blamed), f"{name} of {shapes}: {why}", why.hints, why.kind, why.heads)
+        lengths = frozenset(x.placement.length for x in operands if x.sources & blamed)
+        raise Refuted(self._culprit(blamed), f"{name} of {shapes}: {why}", why.hints, why.kind, why.heads, lengths)
 
     def _untried(self, key: str, why: NoRule | Refuted, guesses: bool) -> list[tuple[int, ...]]:
         """Segmentations of a column weight that hints (or guesses: thirds, halves) suggest and that were not tried."""
@@ -231,15 +236,29 @@ class Search:
             self.history.setdefault(key, self._uneven(decision)).append(refuted.reason)
             if refuted.heads is not None:
                 self.heads_of[key] = refuted.heads
+            shares = self._shared_pieces(key, decision, refuted)
+            if shares is not None and refuted.heads is not None:
+                self._believe_shares(key, *shares)
+                continue
+            if shares is not None:
+                self.fused.setdefault(key, shares)
             copies = self._shared_chunks(key, decision, refuted)
             if copies is not None:
                 self.beliefs.copies[key] = copies
                 self.beliefs.segments.pop(key, None)
+                self.beliefs.shares.pop(key, None)
                 continue
+            if others:
+                self.later.setdefault(key, []).extend(self._untried(key, refuted, guesses=False)[1:])
+            others = others or [s for s in self.later.get(key, ()) if s not in self.tried[key]]
             if others:
                 self.tried.setdefault(key, []).append(others[0])
                 self.beliefs.segments[key] = others[0]
                 self.beliefs.copies.pop(key, None)
+                self.beliefs.shares.pop(key, None)
+                continue
+            if key in self.fused:
+                self._believe_shares(key, *self.fused.pop(key))
                 continue
             demand = self.facts.demands.get(key)
             if demand not in (None, "replicate"):
@@ -250,6 +269,7 @@ class Search:
                 )
             self.beliefs.segments.pop(key, None)
             self.beliefs.copies.pop(key, None)
+            self.beliefs.shares.pop(key, None)
             self.beliefs.replicated[key] = "; then ".join(dict.fromkeys(self.history[key]))
 
     def _uneven(self, decision: Decision | None) -> list[str]:
@@ -269,6 +289,29 @@ class Search:
             return None
         self.shared.add(key)
         return size // groups
+
+    def _shared_pieces(
+        self, key: str, decision: Decision | None, refuted: Refuted
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(segments, shares): of a fused projection the small pieces (keys and values) are to be held together."""
+        cut = None if decision is None or decision.kind != "column" else decision.placement
+        if cut is None or cut.copies > 1 or cut.padding:
+            return None
+        groups = 1 if refuted.heads is None else math.gcd(refuted.heads, self.group.size)
+        largest, count = max(cut.segments), Counter(cut.segments)
+        small = {n for n in refuted.lengths if 2 * n <= largest and (count[n] > 1 or refuted.heads is not None)}
+        before = cut.shares or (1,) * len(cut.segments)
+        shares = tuple(
+            self.group.size // groups if n in small else s for n, s in zip(cut.segments, before, strict=True)
+        )
+        if shares == before or (cut.segments, shares) in self.gathered.setdefault(key, set()):
+            return None
+        return cut.segments, shares
+
+    def _believe_shares(self, key: str, segments: tuple[int, ...], shares: tuple[int, ...]) -> None:
+        self.gathered[key].add((segments, shares))
+        self.beliefs.segments[key], self.beliefs.shares[key] = segments, shares
+        self.beliefs.copies.pop(key, None)
 
     # ------------------------------------------------------------ result
     def _plan(self) -> TensorPlan:
@@ -301,6 +344,11 @@ class Search:
         if decision.kind == "column" and not reason:
             target = self.follow.used.get(key)
             reason = f"feeds {target}" if target else "logits stay cut"
+            cut = decision.placement
+            if cut is not None and cut.shares:
+                pieces = [(n, s) for n, s in zip(cut.segments, cut.shares, strict=True) if s > 1]
+                sizes, ranks = "+".join(str(n) for n, _ in pieces), " and ".join(sorted({str(s) for _, s in pieces}))
+                reason += f"; outputs of too few heads ({sizes}) are gathered by groups of {ranks} ranks"
         return Decision(decision.kind, decision.placement, _plain(reason), heads)
 
 

@@ -245,18 +245,6 @@ def operation_name(func: Any) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
 
-class WholeCopyOfACutTensor(torch.autograd.Function):
-    """Its output is a part of a gathered copy. Autograd refuses to write into it: the shards would not see that."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def _lent(out: Any, args: Args, kwargs: Kwargs, operands: list[ShardedTensor], of_function: bool) -> Any:
     """What an operation gives of gathered operands: if it is a view of one, a write into it would be lost.
 
@@ -274,7 +262,7 @@ def _lent(out: Any, args: Args, kwargs: Kwargs, operands: list[ShardedTensor], o
             group.lent[storage_of(x)] = x, merged_sources(operands)
             return x
         watched = x.requires_grad and torch.is_grad_enabled() and not of_function
-        return original_apply(WholeCopyOfACutTensor, x) if watched else x
+        return original_apply(collectives.WholeCopyOfACutTensor, x) if watched else x
 
     return tree_map_only(Tensor, part, out)
 
@@ -290,7 +278,7 @@ def write_into_lent(name: str, args: Args, kwargs: Kwargs, func: Any, group: Ten
     target = args[0] if args else kwargs.get("input")
     if not group.lent or not isinstance(target, Tensor) or not is_in_place(func, name, args, kwargs):
         return NO_SOURCES
-    return group.lent.get(storage_of(target), (None, NO_SOURCES))[1]
+    return group.lent.get(storage_of(local(target)), (None, NO_SOURCES))[1]
 
 
 def _whole_sequence(x: ShardedTensor) -> Tensor:

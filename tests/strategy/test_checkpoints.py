@@ -27,6 +27,7 @@ CASES = [
     (sizes(1, 1, zero_stage=3), sizes(1, 2), "mlp", "sgd", True),
     (sizes(4, 1), sizes(2, 2), "llama_full", "adamw", False),  # pairs of ranks share a key/value head
     (sizes(1, 2), sizes(4, 1), "llama_full", "adamw", False),
+    (sizes(4, 1), sizes(2, 1), "phi3_full", "adamw", False),  # pairs of ranks gather the key/value head they share
 ]
 
 
@@ -38,7 +39,7 @@ def worst(got: dict[str, Any], want: dict[str, Any]) -> float:
 
 def test_resume_in_any_layout_equals_one_process(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    models = [("gpt_tied", "adamw"), ("mlp", "sgd"), ("llama_full", "adamw")]
+    models = [("gpt_tied", "adamw"), ("mlp", "sgd"), ("llama_full", "adamw"), ("phi3_full", "adamw")]
     alone = run_distributed(one_process, 1, models, folder, init_process_group=False, timeout=120)[0]
     want = dict(zip(models, alone, strict=True))
     got = run_distributed(save_and_resume, 4, CASES, folder, init_process_group=False, timeout=180)
@@ -48,6 +49,7 @@ def test_resume_in_any_layout_equals_one_process(tmp_path: Path) -> None:
             assert worst(whole, want_whole) <= 1e-9, case
             assert worst(resumed, want_resumed) <= 1e-9, case
     # a directory becomes a file that plain Lightning resumes from, optimizer included
-    path, out = str(tmp_path / "case3" / "step=2.ckpt"), str(tmp_path / "plain.ckpt")
-    alone = run_distributed(plain_file, 1, path, out, "gpt_tied", "adamw", folder, init_process_group=False)[0]
-    assert worst(alone, want["gpt_tied", "adamw"][1]) <= 1e-9
+    for case, model in (("case3", "gpt_tied"), (f"case{len(CASES) - 1}", "phi3_full")):
+        path, out = str(tmp_path / case / "step=2.ckpt"), str(tmp_path / f"{model}.ckpt")
+        alone = run_distributed(plain_file, 1, path, out, model, "adamw", folder, init_process_group=False)[0]
+        assert worst(alone, want[model, "adamw"][1]) <= 1e-9

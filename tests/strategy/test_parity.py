@@ -132,8 +132,17 @@ def test_five_adamw_steps_with_clipping_validation_and_a_scheduler() -> None:
 
 
 def test_key_value_heads_that_ranks_share() -> None:
-    """Two heads on four ranks: they are counted once in the norm, and the copies stay bit-equal."""
+    """Two heads on four ranks, also fused with the queries: counted once in the norm, and the copies stay bit-equal."""
     for layout in ((4, 1, 1), (4, 1, 2), (4, 2, 1)):
         dp, pp = layout[2], layout[1]
-        case = Case(model="llama", steps=5, samples=16, clip=0.3, optimizer="adamw", parts=(dp, 8 if pp > 1 else 1))
-        check(layout, [case])
+        parts, zero = (dp, 8 if pp > 1 else 1), {"zero_stage": 2} if dp > 1 else {}
+        check(
+            layout,
+            [
+                Case(
+                    model=model, steps=5, samples=16, clip=0.3, optimizer="adamw", parts=parts,
+                    strategy=zero if model == "phi3" else {},
+                )
+                for model in ("llama", "phi3")
+            ],
+        )  # fmt: skip

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from lightning_3d.tensor import collectives
@@ -16,6 +17,7 @@ from lightning_3d.tensor.recorded.tape import Constant, Operation, Ref, Refused,
 
 _copy_in: Any = collectives.copy_in.__wrapped__  # type: ignore[attr-defined]
 _column_linear: Any = collectives.column_linear.__wrapped__  # type: ignore[attr-defined]
+_lend: Any = collectives.lend.__wrapped__  # type: ignore[attr-defined]
 _reduce_out: Any = collectives.reduce_out.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -102,6 +104,8 @@ def _traceable(operation: Operation, tape: Tape) -> Operation:
         rest = (Text(str(group.rank)),) if isinstance(operation.args[1], Constant) else ()
         args = (*operation.args[:2], _number(operation.args[2]), *rest, Text(str(group.size)))
         return operation.replaced(traceable.PAIRS[function], *args)
+    if function is _lend:  # nobody writes in a program
+        return operation.replaced(Tensor.view_as, operation.args[0], operation.args[0])
     owner = getattr(function, "args", None)
     if isinstance(owner, tuple) and owner and isinstance(owner[0], type):  # an autograd Function of the user
         return Operation(owner[0].apply, operation.args, operation.kwargs, operation.result)  # type: ignore[attr-defined]

@@ -38,11 +38,13 @@ _library.define("all_reduce(Tensor x, int group) -> Tensor")
 _library.define("all_gather(Tensor x, int group, int size) -> Tensor")
 _library.define("reduce_scatter(Tensor x, int group, int size, int dim) -> Tensor")
 _library.define("sum_copies(Tensor x, int copies, int group) -> Tensor")
+_library.define("gather_copies(Tensor x, int copies, int group) -> Tensor")
 _library.define("dropout_mask(Tensor x, float p, int group) -> Tensor")
 _library.impl("all_reduce", lambda x, group: _all_reduce(x, group), "CompositeExplicitAutograd")
 _library.impl("all_gather", lambda x, group, size: _all_gather(x, group), "CompositeExplicitAutograd")
 _library.impl("reduce_scatter", lambda x, group, size, dim: _reduce_scatter(x, group, dim), "CompositeExplicitAutograd")
 _library.impl("sum_copies", lambda x, copies, group: _sum_copies(x, copies, group), "CompositeExplicitAutograd")
+_library.impl("gather_copies", lambda x, copies, group: _gather_copies(x, copies, group), "CompositeExplicitAutograd")
 _library.impl("dropout_mask", lambda x, p, group: _dropout_mask(x, p, group), "CompositeExplicitAutograd")
 torch.library.register_fake("lightning_3d::all_reduce", lambda x, group: _contiguous_like(x), lib=_library)
 torch.library.register_fake(
@@ -52,6 +54,9 @@ torch.library.register_fake(
     "lightning_3d::reduce_scatter", lambda x, group, size, dim: _chunk_like(x, size, dim), lib=_library
 )
 torch.library.register_fake("lightning_3d::sum_copies", lambda x, copies, group: _contiguous_like(x), lib=_library)
+torch.library.register_fake(
+    "lightning_3d::gather_copies", lambda x, copies, group: x.new_empty((copies, *x.shape)), lib=_library
+)
 torch.library.register_fake("lightning_3d::dropout_mask", lambda x, p, group: _contiguous_like(x), lib=_library)
 _ops = torch.ops.lightning_3d
 
@@ -80,6 +85,10 @@ def _reduce_scatter(x: Tensor, group: int, dim: int) -> Tensor:
 
 def _sum_copies(x: Tensor, copies: int, group: int) -> Tensor:
     return _groups[group].sum_copies(x.contiguous(), copies)
+
+
+def _gather_copies(x: Tensor, copies: int, group: int) -> Tensor:
+    return torch.stack(_groups[group].gather_copies(x.contiguous(), copies))
 
 
 def _dropout_mask(x: Tensor, p: float, group: int) -> Tensor:
@@ -145,6 +154,23 @@ class _SumCopies(torch.autograd.Function):
         return _ops.sum_copies(grad, *ctx.settings), None, None
 
 
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, placement: Placement, group: int, rank: int, size: int) -> Tensor:
+        ctx.settings = (placement, group, rank, size)
+        copies = placement.shared_by
+        parts = list(_ops.gather_copies(x, copies, group).unbind(0))
+        return placement.of_neighbours(size).to_global(parts, copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        placement, group, rank, size = ctx.settings
+        copies = placement.shared_by
+        total = _ops.sum_copies(grad, copies, group)
+        part = placement.of_neighbours(size).to_local(total, rank % copies, copies)
+        return part, None, None, None, None
+
+
 class _SequenceGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: int, size: int) -> Tensor:
@@ -208,6 +234,11 @@ def sum_copies(x: Tensor, copies: int, group: int, size: int) -> Tensor:
     return _SumCopies.apply(x, copies, group)
 
 
+def share(x: Tensor, placement: Placement, group: int, rank: int, size: int) -> Tensor:
+    """`collectives.share`."""
+    return _Share.apply(x, placement, group, rank, size)
+
+
 def sequence_gather(x: Tensor, dim: int, group: int, size: int) -> Tensor:
     """`collectives.sequence_gather`."""
     return _SequenceGather.apply(x, dim, group, size)
@@ -226,6 +257,7 @@ def dropout(x: Tensor, p: float, group: int) -> Tensor:
 PAIRS: dict[Any, Any] = {
     collectives.gather.__wrapped__: gather,  # type: ignore[attr-defined]
     collectives.scatter.__wrapped__: scatter,  # type: ignore[attr-defined]
+    collectives.share.__wrapped__: share,  # type: ignore[attr-defined]
     collectives.sum_copies.__wrapped__: sum_copies,  # type: ignore[attr-defined]
     collectives.sequence_gather.__wrapped__: sequence_gather,  # type: ignore[attr-defined]
     collectives.sequence_scatter.__wrapped__: sequence_scatter,  # type: ignore[attr-defined]

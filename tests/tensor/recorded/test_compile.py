@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.tensor.models import PLAIN, NanoGPT, TimmBlock, mean_square, next_token, tokens
 from tests.tensor.recorded.helpers import both, check_against_one_process, check_against_rules, reasons, replays
 from tests.tensor.test_cases import Separate
+from tests.tensor.test_fused_heads import Fused
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute of a Tensor"
@@ -88,23 +89,29 @@ def test_other_blocks(name: str) -> None:
     assert replays(recorded)
 
 
-def test_heads_that_ranks_share() -> None:
-    """Two key/value heads on four ranks: the gradient of the weight is summed over those that share it."""
+@pytest.mark.parametrize("kv_heads", [None, 2, 1])
+def test_heads_that_ranks_share(kv_heads: int | None) -> None:
+    """Two key/value heads on four ranks: the gradient of the weight is summed over those that share it.
+
+    With a number `kv_heads` they are fused with the queries, and the ranks that share one gather it.
+    """
     backend = Counting()
+    width = 64 if kv_heads is None else 32
 
     def build() -> nn.Module:
-        blocks = [Wrapped(Separate(64, 8, 2)) for _ in range(2)]
+        attention = [Separate(64, 8, 2) if kv_heads is None else Fused(4, kv_heads, "split") for _ in range(2)]
+        blocks = [Wrapped(a) for a in attention]
         in_place(blocks, backend=backend, fullgraph=True)
-        return nn.Sequential(nn.Embedding(101, 64), *blocks, nn.Linear(64, 101))
+        return nn.Sequential(nn.Embedding(101, width), *blocks, nn.Linear(width, 101))
 
     def step(model: Any) -> Tensor:
         index = tokens(101, 2, 8)
         return F.cross_entropy(model(index).flatten(0, 1), index.flatten())
 
     model, plan, recorded, rules = both(build, step, 4)
-    cut = plan.decisions["1.inner.k.weight"].placement
+    cut = plan.decisions["1.inner.k.weight" if kv_heads is None else "1.inner.qkv.weight"].placement
     assert cut is not None
-    assert cut.copies == 2
+    assert (cut.copies, cut.shares) == ((2, ()) if kv_heads is None else (1, (1, 4 // kv_heads, 4 // kv_heads)))
     check_against_rules(recorded, rules)
     check_against_one_process(model, plan, step, recorded, 1e-9)
     assert replays(recorded), reasons(recorded)
