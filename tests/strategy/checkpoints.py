@@ -78,9 +78,13 @@ def one_process(cases: list[tuple[str, str]], folder: str) -> list[Any]:
     return out
 
 
-def plain_file(path: str, out: str, name: str, optimizer: str, folder: str) -> Any:
-    """A directory exported to a Lightning file, resumed in one process without the strategy."""
-    export_checkpoint(path, out)
-    content = torch.load(out, weights_only=True)
-    assert set(content["state_dict"]) == set(models.build(name).state_dict())
-    return train(None, 4, name, optimizer, folder, resume=out)
+def plain_files(cases: list[tuple[str, str, str]], folder: str) -> list[Any]:
+    """(directory, model, optimizer): exported to a Lightning file, resumed in one process without the strategy."""
+    results = []
+    for path, name, optimizer in cases:
+        out = f"{folder}/plain_{name}.ckpt"
+        export_checkpoint(path, out)
+        content = torch.load(out, weights_only=True)
+        assert set(content["state_dict"]) == set(models.build(name).state_dict())
+        results.append(train(None, 4, name, optimizer, folder, resume=out))
+    return results

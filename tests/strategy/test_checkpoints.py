@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.testing import preload, relative_error, run_distributed
-from tests.strategy.checkpoints import one_process, plain_file, save_and_resume
+from tests.strategy.checkpoints import one_process, plain_files, save_and_resume
 
 preload("tests.models", "tests.strategy.checkpoints")
 
@@ -49,7 +49,8 @@ def test_resume_in_any_layout_equals_one_process(tmp_path: Path) -> None:
             assert worst(whole, want_whole) <= 1e-9, case
             assert worst(resumed, want_resumed) <= 1e-9, case
     # a directory becomes a file that plain Lightning resumes from, optimizer included
-    for case, model in (("case3", "gpt_tied"), (f"case{len(CASES) - 1}", "phi3_full")):
-        path, out = str(tmp_path / case / "step=2.ckpt"), str(tmp_path / f"{model}.ckpt")
-        alone = run_distributed(plain_file, 1, path, out, model, "adamw", folder, init_process_group=False)[0]
-        assert worst(alone, want[model, "adamw"][1]) <= 1e-9
+    saved = {"gpt_tied": "case3", "phi3_full": f"case{len(CASES) - 1}"}
+    files = [(str(tmp_path / case / "step=2.ckpt"), model, "adamw") for model, case in saved.items()]
+    alone = run_distributed(plain_files, 1, files, folder, init_process_group=False)[0]
+    for model, resumed in zip(saved, alone, strict=True):
+        assert worst(resumed, want[model, "adamw"][1]) <= 1e-9

@@ -143,6 +143,6 @@ def test_key_value_heads_that_ranks_share() -> None:
                     model=model, steps=5, samples=16, clip=0.3, optimizer="adamw", parts=parts,
                     strategy=zero if model == "phi3" else {},
                 )
-                for model in ("llama", "phi3")
+                for model in ("llama", "phi3")[: 1 + (dp * pp > 1)]
             ],
         )  # fmt: skip

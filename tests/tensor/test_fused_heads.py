@@ -90,8 +90,17 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+QUICK = {("phi3, 1", 2), ("phi3, 2", 4), ("big code, sdpa", 4), ("split, 1", 4), ("slices, 2", 4), ("chunk, 2", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=() if (name, size) in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for size in (2, 4)
+    ],
+)
 def test_equal_to_one_process(name: str, size: int) -> None:
     build, run, where = MODELS[name]
     torch.manual_seed(0)
@@ -117,7 +126,7 @@ def test_equal_to_one_process(name: str, size: int) -> None:
     assert not operations.gathers
 
 
-@pytest.mark.parametrize("name", ["phi3, 2", "big code, sdpa", "chunk, 2"])
+@pytest.mark.parametrize("name", [pytest.param("phi3, 2", marks=pytest.mark.slow), "chunk, 2"])
 def test_equal_with_sequence_parallelism(name: str) -> None:
     build, run, where = MODELS[name]
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,17 +65,21 @@ def test_separate_projections_share_one_all_reduce() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "size"),
-    [({"kv_heads": 1}, 2), ({"kv_heads": 2}, 4), ({"heads": 6, "d": 48}, 4), ({"heads": 3, "d": 48}, 2)],
+    ("kwargs", "size", "kind"),
+    [
+        ({"kv_heads": 1}, 2, "column"),
+        ({"kv_heads": 2}, 4, "column"),
+        ({"heads": 6, "d": 48}, 4, "replicated"),
+        ({"heads": 3, "d": 48}, 2, "replicated"),
+    ],
 )
 @pytest.mark.parametrize("flash", [True, False])
-def test_heads_that_cannot_be_dealt_are_replicated_with_a_reason(
-    kwargs: dict[str, int], size: int, flash: bool
-) -> None:
+def test_heads_that_cannot_be_dealt(kwargs: dict[str, int], size: int, kind: str, flash: bool) -> None:
+    """Few key/value heads are gathered by the ranks that share them; other attention is whole, with a reason."""
     model = NanoGPT(flash=flash, **kwargs)
     plan = plan_tensor_parallel(model, next_token, size)
     attention = plan.decisions["transformer.h.0.attn.c_attn.weight"]
-    assert attention.kind == "replicated"
+    assert attention.kind == kind
     assert attention.reason
     assert plan.decisions["transformer.h.0.mlp.c_fc.weight"].kind == "column"
     report = verify_tensor_plan(model, plan, next_token)
@@ -279,6 +284,8 @@ def random_plan(model: nn.Module, size: int, seed: int) -> TensorPlan:
                 and segments[0] % (size // copies) == 0
                 and segments[0]
             ]
+            some = [k for k in range(1, size + 1) if size % k == 0]
+            cuts += [replace(c, shares=tuple(rng.choices(some, k=len(c.segments)))) for c in cuts if c.copies == 1]
             cut = rng.choice(cuts) if cuts and rng.random() < 0.5 else None
             chosen[id(parameter)] = Decision("column", cut) if cut else Decision("replicated")
         plan.decisions[name] = chosen[id(parameter)]
