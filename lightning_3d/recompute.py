@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import ConfigurationError, near, near_pattern
+from lightning_3d.pipeline.compiled import Uncompiled
 from lightning_3d.pipeline.holders import changed, holders, set_slots, slots
+from lightning_3d.tensor.recorded.eager import compiled_modules, compilers_in_use
 from lightning_3d.wrapping import wrapped_forwards
 
 Mode = Literal["full", "selective", "none"]
@@ -65,6 +68,7 @@ class Recompute:
             if mode != "none":
                 self.blocks[name] = mode
                 self._modules.append((module.get_submodule(name), mode))
+        _warn_of_compiled(module, [name for name, mode in self.blocks.items() if mode == "selective"])
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -78,11 +82,34 @@ def _recomputed(forward: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        options: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+        if mode == "selective":
+            run = _Again(_as_written(functools.partial(forward, **kwargs)), (args, kwargs))
+            return checkpoint(run, *args, use_reentrant=False, context_fn=_selective)
         run = _Again(functools.partial(forward, **kwargs), (args, kwargs))
-        return checkpoint(run, *args, use_reentrant=False, **options)
+        return checkpoint(run, *args, use_reentrant=False)
 
     return call
+
+
+def _as_written(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Without torch.compile, which leaves for good what it first meets under a dispatch mode."""
+
+    def call(*args: Any) -> Any:
+        with Uncompiled(everywhere=True):
+            return forward(*args)
+
+    return call
+
+
+def _warn_of_compiled(module: nn.Module, selective: Sequence[str]) -> None:
+    compiled = {**compilers_in_use(module), **compiled_modules(module)}
+    found = [path for path in compiled for name in selective if f"{path}.".startswith(f"{name}.")]
+    if found:
+        rank_zero_warn(
+            f"compiled with torch.compile, but run uncompiled in training, with the same result: {', '.join(found)}. "
+            "activation_checkpointing='selective' keeps the results of single operations, which compiled code does not "
+            "show. With activation_checkpointing='full' they are compiled."
+        )
 
 
 class _Again:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,18 +20,20 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import BackwardHook
 from torchmetrics import MetricCollection
 
 from lightning_3d.absence import is_passive
 from lightning_3d.errors import PipelineError
+from lightning_3d.pipeline.compiled import Uncompiled, enter_piece, leave_piece
 from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.holders import holders, set_slots, slots
 from lightning_3d.pipeline.packed import spelled_out
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.regions import checkpoint_regions
 from lightning_3d.probe import intercept_functions, parameters_shown
+from lightning_3d.wrapping import compiled_alone
 
 _NOTHING = object()
 
@@ -56,14 +57,6 @@ class Unwind(BaseException):
     """The window is over: leave the user's step. Not an `Exception`, so that user code does not catch it."""
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """From this call until `__exit__`, functions the user compiled with `torch.compile` run as they are written.
-
-    A loss or a sampler in glue code is made of events; a compiler would follow the interpreter, anew in every step.
-    """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 class _Active:
     """See `Glue.active`; a class, since a generator costs more than some windows' glue code."""
 
@@ -73,12 +66,13 @@ class _Active:
     def __enter__(self) -> None:
         self._before = _thread.glue
         _thread.glue = self._glue
-        self._glue.uncompiled = uncompiled()
+        self._uncompiled = Uncompiled()
+        self._uncompiled.__enter__()
         self._glue.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._glue.__exit__(*error)
-        self._glue.uncompiled.__exit__(*error)
+        self._uncompiled.__exit__()
         _thread.glue = self._before
         if self._glue._turned:
             self._glue.turn_back()
@@ -92,7 +86,7 @@ class _Paused:
 
     def __enter__(self) -> None:
         self._glue.inside += 1
-        self._glue.uncompiled.__exit__(None, None, None)
+        self._compiled = enter_piece()
         if torch.overrides._get_current_function_mode() is self._glue:
             self._popped = True
             torch.overrides._pop_mode()
@@ -100,7 +94,8 @@ class _Paused:
     def __exit__(self, *_: object) -> None:
         if self._popped:
             torch.overrides._push_mode(self._glue)
-        self._glue.uncompiled.__enter__()
+        if self._compiled:
+            leave_piece()
         self._glue.inside -= 1
 
 
@@ -115,11 +110,9 @@ class Glue(TorchFunctionMode, ABC):
         n: Number of the next event.
         inside: Greater than zero while an event runs: what it calls is not glue code.
         checkpointed: An activation checkpoint was made, in glue code or in an atom.
-        uncompiled: Open while glue code runs: see `uncompiled`.
     """
 
     trace: Trace
-    uncompiled: AbstractContextManager[None]
 
     def __init__(self, module: nn.Module, atoms: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -310,7 +303,8 @@ def _installed(root: nn.Module, atoms: Mapping[str, nn.Module]) -> Iterator[None
     try:
         for name, atom in atoms.items():
             compiled = atom.__dict__.get("_compiled_call_impl")
-            put(atom, "forward", _routed(name, atom, atom.forward, compiled))
+            plain = atom.forward if compiled is None else compiled_alone(atom, compiled)
+            put(atom, "forward", _routed(name, atom, plain))
             if compiled is not None:
                 put(atom, "_compiled_call_impl", None)
             if _hooked_backward(atom):
@@ -325,19 +319,34 @@ def _installed(root: nn.Module, atoms: Mapping[str, nn.Module]) -> Iterator[None
             _put_back(module, key, before)
 
 
-def _routed(name: str, atom: nn.Module, forward: Callable[..., Any], compiled: Any) -> Callable[..., Any]:
-    run = forward if compiled is None else functools.partial(_run_compiled, atom, compiled, forward)
+def _routed(name: str, atom: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Args: `plain` is the real forward, compiled if the user compiled it."""
+    run = plain
     if _hooked_backward(atom):
         run = functools.partial(_run_hooked, atom, run, atom._backward_hooks, atom._backward_pre_hooks)
 
-    @functools.wraps(forward)
+    @functools.wraps(atom.forward)
     def routed(*args: Any, **kwargs: Any) -> Any:
         glue = _thread.glue
-        if glue is None or glue.inside:
-            return forward(*args, **kwargs)
-        return glue.on_atom(name, atom, run, args, kwargs)
+        if glue is not None and not glue.inside:
+            return glue.on_atom(name, atom, run, args, kwargs)
+        compiled = enter_piece()  # a checkpoint in glue code recomputes
+        try:
+            args, kwargs = _received(args, kwargs)
+            return plain(*args, **kwargs)
+        finally:
+            if compiled:
+                leave_piece()
 
     return routed
+
+
+def _received(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Values in place of phantoms: a compiler would follow those."""
+    leaves, spec = tree_flatten((args, kwargs))
+    if any(isinstance(x, Phantom) for x in leaves):
+        args, kwargs = tree_unflatten([x.run.value(x) if isinstance(x, Phantom) else x for x in leaves], spec)
+    return args, kwargs
 
 
 def _hooked_backward(module: nn.Module) -> bool:
@@ -350,20 +359,6 @@ def _run_hooked(atom: nn.Module, run: Callable[..., Any], hooks: Any, pre_hooks:
     """Run a module with its full backward hooks around it, as `nn.Module.__call__` does."""
     hook = BackwardHook(atom, list(hooks.values()), list(pre_hooks.values()))
     return hook.setup_output_hook(run(*hook.setup_input_hook(args), **kwargs))
-
-
-def _run_compiled(atom: nn.Module, compiled: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module compiled with `module.compile()`. Its hooks have been called around the routed forward already."""
-    hooks = (atom._forward_hooks, atom._forward_pre_hooks)
-    saved = [dict(h) for h in hooks]
-    for h in hooks:
-        h.clear()
-    try:
-        with replaced_forward(atom, forward):
-            return compiled(*args, **kwargs)
-    finally:
-        for h, content in zip(hooks, saved, strict=True):
-            h.update(content)
 
 
 def _log(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.absent import drop
 from lightning_3d.pipeline.channels import Channels
+from lightning_3d.pipeline.compiled import compile_pieces, keep_graphs
 from lightning_3d.pipeline.execution import TRAINING
 from lightning_3d.pipeline.glue_state import Spread, distinct
 from lightning_3d.pipeline.microbatch import split_with_sizes
@@ -90,6 +91,8 @@ class PipelineRunner:
         self.stages, self.stage = mesh.layout.pp, mesh.at.pp
         self.split, self.seed, self.recorder, self.on_action = split, seed, recorder, on_action
         self._schedule = TrainingSchedule(schedule, self.stages) if isinstance(schedule, str) else schedule
+        if self._schedule.splits:
+            keep_graphs()
         self._forward_context, self._tensor_group = forward_context, tensor_group
         self.channels = Channels(mesh)
         self.step_number = self.evaluation_number = self.live_peak = 0
@@ -135,6 +138,7 @@ class PipelineRunner:
         )
         partition = self._first = self.plans.begin(step_name, first, self.split, owners)
         self._program = self.plans.program
+        compile_pieces(self.module, self._program.atoms)
         self._place(partition)
         return partition
 

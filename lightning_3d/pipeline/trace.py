@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.atom_memory import AtomMemory
+from lightning_3d.pipeline.compiled import Uncompiled
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.glue_state import Attributes
 from lightning_3d.pipeline.looks import Looks, open_modules, plain_state, watching
@@ -93,6 +94,7 @@ def trace(
         sharding.dry(group),
         sharding.guarded(group),
         python_state(module) as python,
+        Uncompiled(everywhere=True),
     ):
         state, contents = ModuleState(module), Contents(opened)
         attributes = Attributes(m for m in opened if not isinstance(m, Metric))

@@ -53,6 +53,12 @@ class TrainingSchedule:
             self._turned = owners[-1] != stages - 1
             self.owners = tuple(stages - 1 - s for s in owners) if self._turned else tuple(owners)
 
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are divided."""
+        own = self._own or ()
+        return self.name in _SPLIT or any(action.kind == "I" for actions in own for action in actions)
+
     def lists(self, owners: tuple[int, ...], microbatches: int) -> Lists:
         """Every stage's actions; `owners` is the chain the batch really has.
 

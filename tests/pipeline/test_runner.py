@@ -21,8 +21,10 @@ from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline import AbsentParameter, PipelineRunner, is_absent, simulate
 from lightning_3d.pipeline.microbatch import split_with_sizes
+from lightning_3d.recompute import Recompute
 from lightning_3d.testing import preload, relative_error, run_distributed
 from tests.pipeline import reference
+from tests.pipeline.compiled import Compiled, Counting, no_other_warnings
 from tests.pipeline.zoo import GPT, MLP, Lift, batch_of, build
 
 preload("transformers", "tests.pipeline.zoo", "lightning_3d.pipeline", "torchmetrics.classification")
@@ -594,6 +596,50 @@ def _named_split() -> None:
     assert reference.worst_gradient(dict(runner.parameters), plain)[0] <= 1e-9
 
 
+def _compiled_blocks() -> None:
+    """Broken before: the compiler gave blocks up for good when it met them while the step was planned."""
+    mesh, batch = _mesh(), batch_of("mlp", 8)
+    parts, sizes = split_with_sizes(batch, 4)
+    plain, counting = build(lambda: Compiled("as_written", Counting())), Counting()
+    alone = build(lambda: Compiled("in_place", counting))
+    with no_other_warnings():
+        for module in (plain, alone):
+            for _ in range(2):
+                reference.train(module, parts, [s / 8 for s in sizes])
+    assert counting.graphs == 1, "in one process all blocks share one graph"
+    for way, schedules, recompute, graphs in (
+        ("in_place", ("1f1b", "zb_h1"), None, 1),  # compiled for the one, and run in the other
+        ("in_place", ("1f1b",), "full", 1),
+        ("wrapper", ("interleaved_1f1b",), None, 1),
+        ("function", ("zb_h1",), None, 1),
+        ("recomputed", ("1f1b",), None, 2),  # one with the user's mode (`Lift`), which is not there in the backward
+        ("whole", ("1f1b",), None, 1 + mesh.is_last_stage),  # a block, and there the layer behind them
+    ):
+        counting = Counting()
+        for schedule in schedules:
+            module = build(lambda: Compiled(way, counting))  # noqa: B023
+            settings = {"schedule": schedule, "num_microbatches": 4, "forward_context": Lift}
+            with no_other_warnings():
+                runner = _runner(module, mesh, batch, **settings)
+                runner.surround(Recompute(module, recompute, mesh.at.pp, 2).active)
+                made = [counting.graphs]
+                for number in range(2):
+                    runner.train_step(batch, number)
+                    made.append(counting.graphs)
+            assert made[1:] == [graphs] * 2, f"{way} {schedule} {recompute}: {made}"
+            runner.reduce_shared()
+            found = {name.replace("_orig_mod.", ""): p for name, p in runner.parameters.items()}
+            worst, where = reference.worst_gradient(found, plain)
+            assert worst <= 1e-9, f"{way} {schedule} {recompute}: {where} off by {worst:.1e}"
+        assert made[0] == (graphs if len(schedules) == 2 else 0), "nothing is compiled while the step is planned"
+    with torch.no_grad(), no_other_warnings():
+        result = runner.evaluate("validation_step", batch)
+        want, again = plain.validation_step(batch, 0), counting.graphs
+        runner.evaluate("validation_step", batch)
+    assert counting.graphs == again > graphs, "and once more without gradients"
+    assert result.outputs is None or relative_error(result.outputs, want) <= 1e-9
+
+
 TWO_STAGES = (
     _hooks,
     _metrics,
@@ -607,6 +653,7 @@ TWO_STAGES = (
     _autocast,
     _errors,
     _changing_paths,
+    _compiled_blocks,
     _diverged,
 )
 

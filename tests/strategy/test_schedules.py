@@ -107,6 +107,27 @@ def test_less_is_kept() -> None:
     assert plain_calls == full_calls, "hooks fire once"
 
 
+def test_compiled_blocks_with_selective_recomputation_say_that_they_run_as_written() -> None:
+    """Broken before: the compiler met them under a dispatch mode, and left them uncompiled for good."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)))
+    module[0].compile(backend=backend)
+    x = torch.ones(2, 4)
+    with pytest.warns(UserWarning, match=r"run uncompiled in training, with the same result: 0\. "):
+        recompute = Recompute(module, {"0": "selective"})
+    with recompute.active():
+        module(x).sum().backward()
+        assert not graphs
+        with torch.no_grad():
+            module(x)
+    assert len(graphs) == 1
+
+
 def test_what_cannot_be_recomputed_is_refused() -> None:
     module = models.build("gpt")
     with pytest.raises(ConfigurationError, match=r"'ful'.*Did you mean 'full'"):

@@ -111,6 +111,24 @@ def run_eagerly_around(module: nn.Module, inner: Iterable[nn.Module]) -> list[st
     return names
 
 
+def compilers_in_use(module: nn.Module) -> dict[str, UserCompiler]:
+    """Path -> the compiler of what runs compiled as a whole; the path of a wrapper is that of what it wraps."""
+    found = {}
+    for path, child in module.named_modules():
+        own = child.__dict__
+        if _KEPT in own or not _is_compiled(child):
+            continue
+        if isinstance(child, OptimizedModule):
+            context = child.dynamo_ctx
+        elif own.get("_compiled_call_impl") is not None:
+            context = _context_of(own["_compiled_call_impl"])
+        else:
+            context = own["_compiler_ctx"]["dynamo_ctx"]
+        if context is not None:
+            found[path] = UserCompiler(context)
+    return found
+
+
 def _uncompile_steps(module: nn.Module) -> None:
     """A LightningModule that was given to the Trainer compiled: Lightning has replaced its steps on the instance."""
     own = module.__dict__
