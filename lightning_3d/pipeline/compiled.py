@@ -13,7 +13,9 @@ from typing import Any
 import torch._dynamo.eval_frame
 import torch._functorch.config
 from torch import nn
+from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import DynamoStance, OptimizedModule
+from torch._dynamo.external_utils import wrap_inline
 
 from lightning_3d.tensor.recorded.eager import compilers_in_use
 
@@ -71,7 +73,9 @@ def compile_pieces(module: nn.Module, atoms: Mapping[str, nn.Module]) -> None:
         for atom in atoms.values():
             compiled = isinstance(atom, OptimizedModule) or atom.__dict__.get("_compiled_call_impl") is not None
             if id(atom) in inside and not compiled and next(atom.parameters(), None) is not None:
-                atom._compiled_call_impl = compiler(atom._call_impl)
+                # of torch's own modules dynamo follows only what is called inside of something else
+                own = trace_rules.check(atom.forward)
+                atom._compiled_call_impl = compiler(wrap_inline(atom._call_impl) if own else atom._call_impl)
 
 
 def keep_graphs() -> None:

@@ -116,7 +116,7 @@ def test_compiled_blocks_with_selective_recomputation_say_that_they_run_as_writt
         return graph.forward
 
     module = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)))
-    module[0].compile(backend=backend)
+    module[0] = torch.compile(module[0], backend=backend)
     x = torch.ones(2, 4)
     with pytest.warns(UserWarning, match=r"run uncompiled in training, with the same result: 0\. "):
         recompute = Recompute(module, {"0": "selective"})
