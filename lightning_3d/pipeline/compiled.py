@@ -86,4 +86,6 @@ def keep_graphs() -> None:
     """
     config: Any = torch._functorch.config
     config.donated_buffer = False
-    config._config["donated_buffer"].default = False  # for autograd's threads: what is set counts in one thread
+    entry = getattr(config, "_config", {}).get("donated_buffer")
+    if entry is not None:  # for autograd's threads: what is set counts in one thread
+        entry.default = False
