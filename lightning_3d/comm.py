@@ -261,13 +261,11 @@ class ProcessCommunicator(Communicator):
 
     def send_start(self, tensor: Tensor, peer: int) -> Pending:
         self.ledger.record(self.axis, "send", self.size, tensor)
-        work: Any = self.group.send([_real(tensor)], peer, 0)
-        return DONE if work is None else work
+        return _work(self.group.send([_real(tensor)], peer, 0))
 
     def receive_start(self, tensor: Tensor, peer: int) -> Pending:
         self.ledger.record(self.axis, "recv", self.size, tensor)
-        work: Any = self.group.recv([_real(tensor)], peer, 0)
-        return DONE if work is None else work
+        return _work(self.group.recv([_real(tensor)], peer, 0))
 
     def broadcast_object(self, value: T, source: int) -> T:
         if self.size == 1:

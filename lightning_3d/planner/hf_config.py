@@ -123,7 +123,7 @@ def _experts(config: Mapping[str, Any], kind: str, model: str) -> Experts | None
         raise ConfigurationError(
             f"in the config of {model!r} layers with and without experts take turns as mlp_only_layers "
             f"{config.get('mlp_only_layers')} and moe_layer_freq {config.get('moe_layer_freq')} say; a config.json can "
-            "be planned if all layers have them, all but the first ones, or every so manieth. Plan it as a module "
+            "be planned if all layers have them, all but the first ones, or every n-th one. Plan it as a module "
             "(--module FILE.py:FACTORY)."
         )
     return Experts(count, active or 2, ffn, shared, dense, every)

@@ -35,7 +35,7 @@ class Experts:
         ffn: Inner size of one expert.
         shared_ffn: Inner size of the part that every token visits; 0: none.
         dense_layers: How many of the first layers have an ordinary MLP.
-        every: Of the others, every so manieth layer has experts, counted from the first layer of all (2: layers 1, 3,
+        every: Of the others, every n-th layer has experts, counted from the first layer of all (2: layers 1, 3,
             5, ... from 0).
     """
 
