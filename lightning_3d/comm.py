@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -167,6 +167,10 @@ class Communicator:
         """Sum the flat `full` over the axis; `finish(out)` gives this rank's equal slice of the sum."""
         return PendingShard(DONE, lambda: full)
 
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send `parts[r]` (flat, one type) to rank r; returns what every rank sent here, `sizes[r]` elements each."""
+        return list(parts)
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrite `tensor` with the one of rank `source` of this axis. Returns `tensor`."""
         return tensor
@@ -252,6 +256,15 @@ class ProcessCommunicator(Communicator):
         parts = torch.empty_like(full)
         work = _work(dist.all_to_all_single(parts, full, group=self.group, async_op=True))
         return PendingShard(work, lambda: parts.view(self.size, -1).sum(0))
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        if self.size == 1:
+            return list(parts)
+        full = torch.cat(list(parts))
+        self._count("all_to_all", full)
+        out = full.new_empty(sum(sizes))
+        dist.all_to_all_single(out, full, list(sizes), [part.numel() for part in parts], group=self.group)
+        return list(out.split(list(sizes)))
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if self.size > 1:

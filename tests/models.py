@@ -56,6 +56,8 @@ class Lit(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if self.optimizer == "adafactor":
+            return torch.optim.Adafactor(self.parameters(), lr=self.lr)
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         rest = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]

@@ -140,14 +140,15 @@ def load_optimizer_directory(
         read: dict[str, Tensor] = {}
         optimizer.state.clear()
         for record, held in state._optimized(optimizer):
-            if not held.numel():
+            if not state.has_state(optimizer, record, held):
                 continue
+            is_whole = state.steps_whole(optimizer, record) is True
             values: dict[str, Any] = dict(entry["plain_state"].get(record.name, {}))
             for name, meta in stored.items():
                 parameter, _, key = name.rpartition(".")
                 if parameter == record.name:
-                    values[key] = read_into = _empty_state(record, held, meta)
-                    read[prefix + name] = _target(state, record, held, read_into, meta)
+                    values[key] = read_into = _empty_state(record, held, meta, is_whole)
+                    read[prefix + name] = read_into if is_whole else _target(state, record, held, read_into, meta)
             if values:
                 optimizer.state[held] = values
         _read(read, path)
@@ -173,8 +174,8 @@ def _regroup(state: RunState, optimizer: Optimizer, saved: list[list[str]]) -> N
     state.zero.regroup(optimizer, saved)
 
 
-def _empty_state(record: ParameterRecord, held: nn.Parameter, meta: TensorStorageMetadata) -> Tensor:
-    shape = held.shape if tuple(meta.size) == record.global_shape else meta.size
+def _empty_state(record: ParameterRecord, held: nn.Parameter, meta: TensorStorageMetadata, is_whole: bool) -> Tensor:
+    shape = held.shape if tuple(meta.size) == record.global_shape and not is_whole else meta.size
     # a counter stays where torch's optimizers keep it: on the CPU
     device = held.device if len(meta.size) else torch.device("cpu")
     return torch.zeros(shape, dtype=meta.properties.dtype, device=device)
@@ -236,9 +237,13 @@ def load_optimizer_file(state: RunState, optimizers: Sequence[Optimizer], saved:
         optimizer.state.clear()
         for record, held in state._optimized(optimizer):
             values = entry["state"].get(numbers[record.name], {})
-            if not values or not held.numel():
+            if not values or not state.has_state(optimizer, record, held):
                 continue
-            optimizer.state[held] = {key: _cut(state, record, held, value) for key, value in values.items()}
+            is_whole = state.steps_whole(optimizer, record) is True
+            optimizer.state[held] = {
+                key: _moved(value, held) if is_whole else _cut(state, record, held, value)
+                for key, value in values.items()
+            }
         _restore_groups(optimizer, entry["param_groups"])
 
 
@@ -252,6 +257,13 @@ def _cut(state: RunState, record: ParameterRecord, held: nn.Parameter, value: An
     boxes = state.boxes(record, out.view(-1), low)
     _copy_boxes(value, GlobalTensor(record.global_shape, boxes, value.dtype, held.device, None))
     return out
+
+
+def _moved(value: Any, held: nn.Parameter) -> Any:
+    """Whole state, where its optimizer keeps it: counters on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(held.device if value.ndim else "cpu", copy=True)
 
 
 def _copy_boxes(full: Tensor, target: GlobalTensor) -> None:

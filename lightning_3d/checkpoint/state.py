@@ -142,7 +142,9 @@ class RunState:
         for record, held in self._optimized(optimizer):
             state = optimizer.state.get(held)
             if state:
-                out[record.name] = {key: self._state_entry(record, held, value) for key, value in state.items()}
+                out[record.name] = {
+                    key: self._state_entry(optimizer, record, held, value) for key, value in state.items()
+                }
         return out
 
     def _optimized(self, optimizer: Optimizer) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
@@ -154,11 +156,21 @@ class RunState:
                 if record is not None:
                     yield record, held
 
-    def _state_entry(self, record: ParameterRecord, held: nn.Parameter, value: Any) -> Any:
+    def steps_whole(self, optimizer: Optimizer, record: ParameterRecord) -> bool | None:
+        """Whether this rank has the state of the whole parameter; None: every rank has that of its part."""
+        return None if self.zero is None else self.zero.steps_whole(optimizer, record.name)
+
+    def has_state(self, optimizer: Optimizer, record: ParameterRecord, held: nn.Parameter) -> bool:
+        """Whether this rank's optimizer may have state for (a part of) a parameter."""
+        return held.numel() > 0 and self.steps_whole(optimizer, record) is not False
+
+    def _state_entry(self, optimizer: Optimizer, record: ParameterRecord, held: nn.Parameter, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         low = low_of(record.slot)
         writes = self._writes(record) and held.numel() > 0
+        if self.steps_whole(optimizer, record) and tuple(value.shape) == record.global_shape:
+            return self._entry(record, [((0,) * value.ndim, value.detach())] if writes else [], value.dtype)
         if value.numel() != held.numel() or (value.ndim == 0 and held.ndim != 0):
             # step counters, factored moments: whole where they are; written by the owner of the first element
             boxes: list[Box] = [((0,) * value.ndim, value.detach())] if writes and low == 0 else []

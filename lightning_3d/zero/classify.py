@@ -87,13 +87,13 @@ def check_fits(
             f"{name} updates one parameter by looking at others (or re-evaluates the model), so its state cannot be "
             f"divided over {replicas} data-parallel ranks. Use zero_stage=0."
         )
-    if kind == "whole" and divided:
+    if kind == "whole" and divided and offload:
         raise ConfigurationError(
-            f"{name} looks at whole matrices, but {len(divided)} of its parameters are divided over the "
-            f"tensor-parallel ranks ({', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}), so it would "
-            "compute something else from every part. Use it with tensor_parallel_size=1 (pipeline and data "
-            "parallelism work), give it parameters that tensor_parallel_plan replicates, or take an optimizer that "
-            "works element by element (SGD, Adam, AdamW)."
+            f"{name} looks at whole matrices, and {len(divided)} of its parameters are divided over the "
+            f"tensor-parallel ranks ({', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}), which put them "
+            "together on the device for its steps, while offload_optimizer=True keeps what it steps on in the host's "
+            "memory. Use offload_optimizer=False, tensor_parallel_size=1, or an optimizer that works element by "
+            "element (SGD, Adam, AdamW)."
         )
 
 

@@ -21,6 +21,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
 from lightning_3d.zero.classify import check_fits, classify
 from lightning_3d.zero.groups import check_reduced, names_in, replace_by_pieces, surround, surround_swaps
+from lightning_3d.zero.joined import Joined
 from lightning_3d.zero.offload import check_steps_on_host, follow
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.share import Share
@@ -73,6 +74,8 @@ class Holdings(abc.ABC):
         self.reduces_always = self.stage >= 2 and not keeps
         self._names, self._counted, self._windows = share.names, share.counted, share.windows
         self._parameters, self._cut, self._parted = share.parameters, share.cut, share.parted
+        self._tensor = share.tensor
+        self._joined: dict[Optimizer, Joined] = {}  # those that look at whole matrices, of which some are cut
         self._order = {id(p): i for i, p in enumerate(share.parameters.values())}
         self._held_names = {id(p): n for n, p in share.parameters.items()}
         self._holders = {name: axis for axis, group in share.shared for name in group}
@@ -112,22 +115,43 @@ class Holdings(abc.ABC):
         known = not (self.stage or self._parted or masters or self._offload)
         kind = self._kinds[optimizer] = "elementwise" if known else classify(optimizer)
         names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
-        cut = sorted(names & self._cut)
+        cut = sorted(names & self._cut.keys())
         replicas = self.data.size if self.stage else 1
         check_fits(type(optimizer).__name__, kind, replicas, self._parted, cut, masters, self._offload)
+        if kind == "whole" and self._cut:
+            self._joined[optimizer] = Joined(optimizer, self._name_of, self._cut, self._tensor)
         if self._offload:
             check_steps_on_host(optimizer, {p.device for p in self._parameters.values()})
         self._adopt(optimizer)
-        if not self.passive:
-            optimizer.register_step_pre_hook(lambda o, *_: self._reclaim(o))
+        if not self.passive or optimizer in self._joined:
+            optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(lambda o, *_: self._stepped(o))
-            surround_swaps(optimizer, self._reclaim, self._after_step)
+            surround_swaps(optimizer, self._before_swap, self._after_swap)
+        if not self.passive:
             surround(optimizer, "zero_grad", lambda _: None, self._zeroed)
+
+    def _name_of(self, held: nn.Parameter) -> str:
+        return held.slot.name if isinstance(held, Piece) else self._names[id(held)]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._reclaim(optimizer)
+        joined = self._joined.get(optimizer)
+        return None if joined is None else joined.before_step(args, kwargs)
+
+    def _before_swap(self, optimizer: Optimizer) -> None:
+        self._reclaim(optimizer)
+        if optimizer in self._joined:
+            self._joined[optimizer].join()
+
+    def _after_swap(self, optimizer: Optimizer) -> None:
+        if optimizer in self._joined:
+            self._joined[optimizer].part()
+        self._after_step(optimizer)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         left = [s.name for b in self._of_optimizer[optimizer] for s in b.slots if s in b.filled or s.has_stray]
         check_reduced(f"{type(optimizer).__name__} stepped", left)
-        self._after_step(optimizer)
+        self._after_swap(optimizer)
 
     @abc.abstractmethod
     def _after_zeroing(self, optimizer: Optimizer) -> None:
@@ -173,8 +197,12 @@ class Holdings(abc.ABC):
         self._record_names(optimizer)
         for group in optimizer.param_groups:
             group["params"][:] = [p for p in group["params"] if isinstance(p, Piece) or id(p) in self._held_names]
-        if self.passive:
-            return
+        if not self.passive:
+            self._make_pieces(optimizer)
+        if optimizer in self._joined:
+            self._joined[optimizer].deal()
+
+    def _make_pieces(self, optimizer: Optimizer) -> None:
         new = [p for g in optimizer.param_groups for p in g["params"] if self._is_new(p)]
         thawed = {id(p) for p in new}
         for bucket in [b for b in self._frozen if any(id(s.parameter) in thawed for s in b.slots)]:
@@ -322,6 +350,8 @@ class Holdings(abc.ABC):
 
     def reclaim(self) -> None:
         """Take over what user code did to parameters since the last step, for all optimizers."""
+        for joined in self._joined.values():
+            joined.restore()  # of a step that failed
         self._reclaim_all(self.storages)
 
     def _reclaim_all(self, storages: Sequence[Storage]) -> None:
@@ -336,6 +366,13 @@ class Holdings(abc.ABC):
         """Names of the parameters of every group, in order, as one process would number them."""
         self._record_names(optimizer)
         return self.group_names[optimizer]
+
+    def steps_whole(self, optimizer: Optimizer, name: str) -> bool | None:
+        """Whether this rank steps the whole of a parameter of which it holds a part; None: every rank steps its part.
+
+        False: another rank does, of this tensor-parallel axis.
+        """
+        return self._joined[optimizer].steps(name) if optimizer in self._joined else None
 
     def regroup(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
         """Groups with these parameters: what a run had that added some during training (finetuning callbacks).

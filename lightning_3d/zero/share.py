@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_3d.comm import Communicator
+from lightning_3d.tensor.placement import Placement
 from lightning_3d.zero.units import Units
 
 
@@ -22,7 +23,8 @@ class Share:
         data: The data-parallel axis.
         control: The same axis on the CPU, for flags that Python needs.
         shared: (axis over the holders, names) of parameters several pipeline stages use.
-        cut: Names of the parameters that are divided over tp.
+        cut: Name -> how the parameter is cut, of those that are divided over tp, also what other stages hold.
+        tensor: The tensor-parallel axis.
         parted: Other ranks of the replica hold other parameters (tensor or pipeline parallelism).
         windows: Name -> windows of this pipeline stage that use the parameter.
         units: Stage 3: what is gathered together.
@@ -34,7 +36,8 @@ class Share:
     data: Communicator
     control: Communicator
     shared: Sequence[tuple[Communicator, Sequence[str]]] = ()
-    cut: Set[str] = frozenset()
+    cut: Mapping[str, Placement] = field(default_factory=dict)
+    tensor: Communicator = field(default_factory=lambda: Communicator("tp"))
     parted: bool = False
     windows: Mapping[str, Set[int]] = field(default_factory=dict)
     units: Units | None = None

@@ -78,6 +78,46 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# -- such as look at whole matrices
+def adafactor(self: Any) -> Any:
+    """Factored moments of matrices; an empty group, and one with a rate of its own."""
+    groups = [{"params": self.blocks.parameters(), "lr": 0.02}, {"params": []}]
+    rest = [p for n, p in self.named_parameters() if not n.startswith("blocks")]
+    return torch.optim.Adafactor([*groups, {"params": rest}], lr=0.05)
+
+
+def muon(self: Any) -> Any:
+    return torch.optim.Muon([(n, p) for n, p in self.named_parameters() if p.ndim == 2], lr=0.02)
+
+
+class Anchored(torch.optim.Optimizer):
+    """Normalized steps that are drawn to where they began: state made with the optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"anchor": p.detach().clone(), "moment": torch.zeros_like(p), "steps": 0}
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in [p for p in group["params"] if p.grad is not None]:
+                    state = self.state[p]
+                    state["steps"] += 1
+                    state["moment"].mul_(0.9).add_(p.grad / (p.grad.norm() + 1e-3))
+                    p.lerp_(state["anchor"], 0.01).sub_(state["moment"], alpha=group["lr"])
+        return loss
+
+
+def anchored(self: Any) -> Any:
+    return Anchored(self.parameters(), 0.02)
+
+
+WHOLE: dict[str, Callable[[Any], Any]] = {f.__name__: f for f in (adafactor, muon, anchored)}
+
+
 class Adds(pl.Callback):
     """Groups that come later: after the first epoch the first block thaws, after the second the embedding."""
 
@@ -98,17 +138,22 @@ def late(self: Any) -> Any:
     return torch.optim.AdamW([(n, p) for n, p in self.named_parameters() if p.requires_grad], lr=0.01)
 
 
+def late_adafactor(self: Any) -> Any:
+    return torch.optim.Adafactor([(n, p) for n, p in self.named_parameters() if p.requires_grad], lr=0.05)
+
+
 KINDS["late"] = late
+WHOLE["late_adafactor"] = late_adafactor
 
 
 def run(kind: str, sizes: Sizes, folder: str | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Parameters after three epochs, and what the groups say; in the folder a plain file of the run."""
     strategy = strategy_of(sizes)
     module = models.build("gpt_tied")
-    module.__class__ = type(f"With{kind}", (type(module),), {"configure_optimizers": KINDS[kind]})
+    module.__class__ = type(f"With{kind}", (type(module),), {"configure_optimizers": {**KINDS, **WHOLE}[kind]})
     if kind == "built_before":
         module.made = torch.optim.RMSprop(module.parameters(), lr=0.01, momentum=0.5, centered=True)
-    callbacks = [Adds()] if kind == "late" else []
+    callbacks = [Adds()] if kind.startswith("late") else []
     trainer = trainer_for(strategy, max_epochs=3, use_distributed_sampler=False, callbacks=callbacks)
     trainer.fit(module, models.loader("gpt_tied", 16, 8, *place(strategy)))
     groups = [

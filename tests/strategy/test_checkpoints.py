@@ -28,6 +28,8 @@ CASES = [
     (sizes(4, 1), sizes(2, 2), "llama_full", "adamw", False),  # pairs of ranks share a key/value head
     (sizes(1, 2), sizes(4, 1), "llama_full", "adamw", False),
     (sizes(4, 1), sizes(2, 1), "phi3_full", "adamw", False),  # pairs of ranks gather the key/value head they share
+    (sizes(2, 1, zero_stage=2), sizes(2, 2), "mlp", "adafactor", False),  # state of whole matrices on one rank
+    (sizes(4, 1), sizes(1, 1), "mlp", "adafactor", True),
 ]
 
 
@@ -39,7 +41,13 @@ def worst(got: dict[str, Any], want: dict[str, Any]) -> float:
 
 def test_resume_in_any_layout_equals_one_process(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    models = [("gpt_tied", "adamw"), ("mlp", "sgd"), ("llama_full", "adamw"), ("phi3_full", "adamw")]
+    models = [
+        ("gpt_tied", "adamw"),
+        ("mlp", "sgd"),
+        ("llama_full", "adamw"),
+        ("phi3_full", "adamw"),
+        ("mlp", "adafactor"),
+    ]
     alone = run_distributed(one_process, 1, models, folder, init_process_group=False, timeout=120)[0]
     want = dict(zip(models, alone, strict=True))
     got = run_distributed(save_and_resume, 4, CASES, folder, init_process_group=False, timeout=180)
@@ -49,8 +57,8 @@ def test_resume_in_any_layout_equals_one_process(tmp_path: Path) -> None:
             assert worst(whole, want_whole) <= 1e-9, case
             assert worst(resumed, want_resumed) <= 1e-9, case
     # a directory becomes a file that plain Lightning resumes from, optimizer included
-    saved = {"gpt_tied": "case3", "phi3_full": f"case{len(CASES) - 1}"}
-    files = [(str(tmp_path / case / "step=2.ckpt"), model, "adamw") for model, case in saved.items()]
+    saved = {("gpt_tied", "adamw"): 3, ("phi3_full", "adamw"): len(CASES) - 3, ("mlp", "adafactor"): len(CASES) - 2}
+    files = [(str(tmp_path / f"case{case}" / "step=2.ckpt"), *kind) for kind, case in saved.items()]
     alone = run_distributed(plain_files, 1, files, folder, init_process_group=False)[0]
-    for model, resumed in zip(saved, alone, strict=True):
-        assert worst(resumed, want[model, "adamw"][1]) <= 1e-9
+    for kind, resumed in zip(saved, alone, strict=True):
+        assert worst(resumed, want[kind][1]) <= 1e-9

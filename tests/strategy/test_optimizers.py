@@ -24,15 +24,19 @@ FOUR = [sizes(2, 2, num_microbatches=2), sizes(2, zero_stage=3, **SMALL), sizes(
 KINDS = list(optimizers.KINDS)
 
 
+WHOLE = list(optimizers.WHOLE)
+
+
 @cache
-def alone() -> dict[str, Any]:
-    return dict(zip(KINDS, launch(optimizers.runs, 1, [(kind, None) for kind in KINDS])[0], strict=True))
+def alone(kinds: tuple[str, ...]) -> dict[str, Any]:
+    return dict(zip(kinds, launch(optimizers.runs, 1, [(kind, None) for kind in kinds])[0], strict=True))
 
 
 def check(world: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    every = alone(tuple(dict.fromkeys(kind for kind, _ in cases)))
     for rank in launch(optimizers.runs, world, cases):
         for (kind, layout), (parameters, groups) in zip(cases, rank, strict=True):
-            want, want_groups = alone()[kind]
+            want, want_groups = every[kind]
             assert max(relative_error(parameters[n], p) for n, p in want.items()) <= 1e-9, (kind, layout)
             assert groups == want_groups, (kind, layout)
 
@@ -47,6 +51,24 @@ def test_groups_names_and_options() -> None:
 def test_groups_names_and_options_everywhere() -> None:
     check(2, [(kind, layout) for kind in KINDS for layout in LAYOUTS])
     check(4, [(kind, layout) for kind in KINDS for layout in FOUR])
+
+
+def test_whole_matrices_that_are_divided() -> None:
+    """Optimizers that look at whole matrices, on such that tensor parallelism divides."""
+    layouts = [
+        sizes(2, 2, num_microbatches=2),
+        sizes(2, zero_stage=3, **SMALL),
+        sizes(4),
+        sizes(2, zero_stage=1, **SMALL),
+    ]
+    turns = [(kind, layouts[(i + j) % 4]) for i, kind in enumerate(WHOLE) for j in range(2)]
+    check(4, [*turns, ("adafactor", sizes(2, zero_stage=0)), ("late_adafactor", sizes(2, zero_stage=2, **SMALL))])
+
+
+@pytest.mark.slow
+def test_whole_matrices_that_are_divided_everywhere() -> None:
+    layouts = [*FOUR, sizes(4), *(sizes(2, zero_stage=stage, **SMALL) for stage in range(3))]
+    check(4, [(kind, layout) for kind in WHOLE for layout in layouts])
 
 
 def test_checkpoints_number_and_name_parameters_as_one_process(tmp_path: Path) -> None:

@@ -274,7 +274,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "lbfgs": (SecondOrder, {"pipeline_parallel_size": 2}, ["LBFGS", "pipeline_parallel_size=1"]),
     "lbfgs_tp": (SecondOrder, {"tensor_parallel_size": 2}, ["LBFGS", "tensor or pipeline", "zero_stage=0"]),
-    "adafactor": (WholeMatrix, {"tensor_parallel_size": 2}, ["Adafactor", "net.10.bias", "tensor_parallel_size=1"]),
+    "adafactor": (
+        WholeMatrix,
+        {"tensor_parallel_size": 2, "offload_optimizer": True},
+        ["Adafactor", "net.10.bias", "offload_optimizer=False"],
+    ),
     "averaging": (Averaged, {"pipeline_parallel_size": 2}, ["StochasticWeightAveraging", "2 pipeline stages"]),
     "float32_gradients": (models.LitMLP, {"float32_gradients": True}, ["has no effect", "bf16-true"]),
     "master_weights": (models.LitMLP, {"master_weights": True}, ["master_weights=True has no effect", "bf16-true"]),
