@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
 from lightning_3d.zero.bucket import Bucket
-from lightning_3d.zero.holdings import Holdings
 from lightning_3d.zero.piece import Slot
 from lightning_3d.zero.share import Share
 from lightning_3d.zero.shown import Shown
+from lightning_3d.zero.steps import Steps
 
 _PATIENCE = 1.0
 """Seconds a backward waits for a reduction before it takes another buffer."""
 
 
-class Zero(Holdings):
+class Zero(Steps):
     """Reduces gradients over the data-parallel axis and shards the optimizers' state (ZeRO stages 0 to 3).
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Collectives per

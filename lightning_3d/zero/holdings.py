@@ -1,6 +1,7 @@
 """WHAT do the optimizers hold?  Which parameters go into which bucket, and what stands for them in the groups.
 
-The user's optimizers stay; what their groups hold is exchanged by position. `Zero` adds when gradients are reduced.
+The user's optimizers stay; what their groups hold is exchanged by position. `Steps` adds what happens around their
+steps, `Zero` when gradients are reduced.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.bucket import Bucket
-from lightning_3d.zero.classify import check_fits, classify
-from lightning_3d.zero.groups import check_reduced, names_in, replace_by_pieces, surround, surround_swaps
+from lightning_3d.zero.groups import names_in, replace_by_pieces
 from lightning_3d.zero.joined import Joined
-from lightning_3d.zero.offload import check_steps_on_host, follow
 from lightning_3d.zero.piece import Piece, Slot
 from lightning_3d.zero.share import Share
 from lightning_3d.zero.storage import Storage
@@ -105,73 +104,6 @@ class Holdings(abc.ABC):
     @abc.abstractmethod
     def _arm(self, buckets: list[Bucket] | None = None) -> None:
         """Begin to wait for gradients."""
-
-    @abc.abstractmethod
-    def _after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
-
-    def _take_over(self, optimizer: Optimizer) -> None:
-        masters = self._masters and any(is_low(p) for g in optimizer.param_groups for p in g["params"])
-        known = not (self.stage or self._parted or masters or self._offload)
-        kind = self._kinds[optimizer] = "elementwise" if known else classify(optimizer)
-        names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
-        cut = sorted(names & self._cut.keys())
-        replicas = self.data.size if self.stage else 1
-        check_fits(type(optimizer).__name__, kind, replicas, self._parted, cut, masters, self._offload)
-        if kind == "whole" and self._cut:
-            self._joined[optimizer] = Joined(optimizer, self._name_of, self._cut, self._tensor)
-        if self._offload:
-            check_steps_on_host(optimizer, {p.device for p in self._parameters.values()})
-        self._adopt(optimizer)
-        if not self.passive or optimizer in self._joined:
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(lambda o, *_: self._stepped(o))
-            surround_swaps(optimizer, self._before_swap, self._after_swap)
-        if not self.passive:
-            surround(optimizer, "zero_grad", lambda _: None, self._zeroed)
-
-    def _name_of(self, held: nn.Parameter) -> str:
-        return held.slot.name if isinstance(held, Piece) else self._names[id(held)]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        self._reclaim(optimizer)
-        joined = self._joined.get(optimizer)
-        return None if joined is None else joined.before_step(args, kwargs)
-
-    def _before_swap(self, optimizer: Optimizer) -> None:
-        self._reclaim(optimizer)
-        if optimizer in self._joined:
-            self._joined[optimizer].join()
-
-    def _after_swap(self, optimizer: Optimizer) -> None:
-        if optimizer in self._joined:
-            self._joined[optimizer].part()
-        self._after_step(optimizer)
-
-    def _stepped(self, optimizer: Optimizer) -> None:
-        left = [s.name for b in self._of_optimizer[optimizer] for s in b.slots if s in b.filled or s.has_stray]
-        check_reduced(f"{type(optimizer).__name__} stepped", left)
-        self._after_swap(optimizer)
-
-    @abc.abstractmethod
-    def _after_zeroing(self, optimizer: Optimizer) -> None:
-        """An optimizer has zeroed what it holds of the gradients."""
-
-    def _zeroed(self, optimizer: Optimizer) -> None:
-        """What hooks see, and what a backward of user code left in the module's parameters, goes, too."""
-        self._after_zeroing(optimizer)
-        for bucket in self._of_optimizer[optimizer]:
-            for slot in bucket.slots:
-                if slot.has_stray:
-                    slot.parameter.grad = None
-                slot.stray = None
-
-    def after_closure(self) -> None:
-        """Lightning runs the step and its backward inside of `optimizer.step`: what they did to parameters counts."""
-        if self.units is None:
-            self.reclaim()
-        else:
-            self._follow(self.storages)
 
     def release(self) -> None:
         """Let go of the parameters: another run takes them over. In stage 3 all become whole (collective).
@@ -342,25 +274,6 @@ class Holdings(abc.ABC):
         if slot is not None or not self._frozen:
             return slot
         return next((s for bucket in self._frozen for s in bucket.slots if s.parameter is parameter), None)
-
-    def _reclaim(self, optimizer: Optimizer) -> None:
-        if self.units is not None:
-            self.units.end()
-        self._reclaim_all([b.storage for b in self._of_optimizer[optimizer] if b.storage is not None])
-
-    def reclaim(self) -> None:
-        """Take over what user code did to parameters since the last step, for all optimizers."""
-        for joined in self._joined.values():
-            joined.restore()  # of a step that failed
-        self._reclaim_all(self.storages)
-
-    def _reclaim_all(self, storages: Sequence[Storage]) -> None:
-        for storage in storages:
-            storage.reclaim()
-        self._follow(storages)
-
-    def _follow(self, storages: Sequence[Storage]) -> None:
-        follow([storage.host for storage in storages if storage.host is not None])
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """Names of the parameters of every group, in order, as one process would number them."""
