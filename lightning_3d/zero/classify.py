@@ -35,8 +35,8 @@ def classify(optimizer: Optimizer) -> Kind:
     kinds = set()
     for group in optimizer.param_groups:
         # an optimizer may treat matrices and vectors differently, so one of each kind takes part
-        shapes = {p.ndim: tuple(min(4 if i else 6, n) for i, n in enumerate(p.shape)) for p in group["params"]}
-        kinds |= {_classify_shape(optimizer, group, shape) for shape in shapes.values() if shape}
+        examples = {p.ndim: p for p in group["params"] if p.ndim}
+        kinds |= {_classify_example(optimizer, group, p) for p in examples.values()}
     if "coupled" in kinds:
         return "coupled"
     return "whole" if "whole" in kinds else "elementwise"
@@ -97,15 +97,22 @@ def check_fits(
         )
 
 
-def _classify_shape(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> Kind:
+def _classify_example(optimizer: Optimizer, group: dict[str, Any], example: Tensor) -> Kind:
+    shape = tuple(min(4 if i else 6, n) for i, n in enumerate(example.shape))
     dtype = torch.float32 if group.get("fused") else torch.float64
     tolerance = 1e-6 if dtype is torch.float32 else 1e-12
     generator = torch.Generator().manual_seed(7)
     draw = lambda: torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
     weights, gradients = [draw(), draw()], [[draw(), draw()] for _ in range(2)]
+    # what it made with its parameters (anchors, sums): some of it in the toy's shape, to be split like a gradient
+    made = optimizer.state.get(example, {})
+    shapes = {tuple(getattr(example, name, example.shape)) for name in ("shape", "local_shape", "global_shape")}
+    like = {k: _sample(v, weights[0]) for k, v in made.items() if isinstance(v, Tensor) and tuple(v.shape) in shapes}
+    rest = {key: value for key, value in made.items() if key not in like}
 
     def run(split: Callable[[Sequence[Tensor]], list[list[Tensor]]]) -> list[Tensor]:
-        return _toy_steps(optimizer, group, split(weights), [split(g) for g in gradients])
+        state = {key: split([value, value]) for key, value in like.items()}
+        return _toy_steps(optimizer, group, split(weights), [split(g) for g in gradients], state, rest)
 
     def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
         return all(torch.allclose(x, y, rtol=tolerance, atol=0) for x, y in zip(a, b, strict=True))
@@ -137,8 +144,21 @@ def _classify_shape(optimizer: Optimizer, group: dict[str, Any], shape: tuple[in
         return "whole"
 
 
+def _sample(value: Tensor, weight: Tensor) -> Tensor:
+    """Some of its numbers, as many as a weight has, in its shape."""
+    if value.is_meta or not value.numel():
+        return torch.zeros_like(weight)
+    some = torch.arange(weight.numel(), device=value.device) % value.numel()
+    return value.detach().reshape(-1)[some].to("cpu", weight.dtype).view(weight.shape)
+
+
 def _toy_steps(
-    optimizer: Optimizer, group: dict[str, Any], weights: list[list[Tensor]], gradients: list[list[list[Tensor]]]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    weights: list[list[Tensor]],
+    gradients: list[list[list[Tensor]]],
+    state: dict[str, list[list[Tensor]]],
+    rest: dict[str, Any],
 ) -> list[Tensor]:
     """Two steps by one copy of the optimizer per list in `weights`; the resulting weights in order."""
     out: list[Tensor] = []
@@ -148,6 +168,9 @@ def _toy_steps(
         toy._optimizer_step_pre_hooks = collections.OrderedDict()
         toy._optimizer_step_post_hooks = collections.OrderedDict()
         parameters = [nn.Parameter(w.clone()) for w in part]
+        for i, parameter in enumerate(parameters if state or rest else ()):
+            own = {key: values[index][i].clone() for key, values in state.items()}
+            toy.state[parameter] = {**copy.deepcopy(rest), **own}
         rate = group.get("lr")
         toy.param_groups = [{**group, "params": parameters, "lr": rate if isinstance(rate, (int, float)) else 1e-2}]
         if toy.param_groups[0].get("lr") == 0:  # a warm-up that starts at zero would make every optimizer look alike

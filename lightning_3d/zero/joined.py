@@ -122,6 +122,7 @@ class Joined:
         Collectives: per type of the values one all-to-all over tp: the rank's part of all values and gradients.
         """
         self.restore()
+        self.deal()  # groups that were added since the last step
         parts = [
             _Part(held, self._placements[name], self._owners[name], held.data, held.grad)
             for held, name in self._divided()

@@ -72,7 +72,7 @@ def one_process(cases: list[tuple[str, str]], folder: str) -> list[Any]:
     """Lightning itself: the whole run, and resumed after 2 of 4 steps (it then reads the first batch again)."""
     out = []
     for name, optimizer in cases:
-        where = Path(folder) / f"plain_{name}"
+        where = Path(folder) / f"plain_{name}_{optimizer}"
         whole = train(None, 4, name, optimizer, folder, save=str(where))
         out.append((whole, train(None, 4, name, optimizer, folder, resume=str(where / "step=2.ckpt"))))
     return out
@@ -82,7 +82,7 @@ def plain_files(cases: list[tuple[str, str, str]], folder: str) -> list[Any]:
     """(directory, model, optimizer): exported to a Lightning file, resumed in one process without the strategy."""
     results = []
     for path, name, optimizer in cases:
-        out = f"{folder}/plain_{name}.ckpt"
+        out = f"{folder}/plain_{name}_{optimizer}.ckpt"
         export_checkpoint(path, out)
         content = torch.load(out, weights_only=True)
         assert set(content["state_dict"]) == set(models.build(name).state_dict())

@@ -80,10 +80,13 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 # -- such as look at whole matrices
 def adafactor(self: Any) -> Any:
-    """Factored moments of matrices; an empty group, and one with a rate of its own."""
-    groups = [{"params": self.blocks.parameters(), "lr": 0.02}, {"params": []}]
+    """Factored moments of matrices; an empty group, and one with a rate of its own.
+
+    Without the bias of attention, whose gradient is zero for the keys: rounding errors would be scaled to whole steps.
+    """
+    blocks = [p for n, p in self.blocks.named_parameters() if "qkv.bias" not in n]
     rest = [p for n, p in self.named_parameters() if not n.startswith("blocks")]
-    return torch.optim.Adafactor([*groups, {"params": rest}], lr=0.05)
+    return torch.optim.Adafactor([{"params": blocks, "lr": 0.02}, {"params": []}, {"params": rest}], lr=0.05)
 
 
 def muon(self: Any) -> Any:
@@ -130,7 +133,7 @@ class Adds(pl.Callback):
         part = parts.get(trainer.current_epoch)
         if part is not None:
             part.requires_grad_(True)
-            named_ones = [(f"late.{n}", p) for n, p in part.named_parameters()]
+            named_ones = [(f"late.{n}", p) for n, p in part.named_parameters() if "qkv.bias" not in n]
             trainer.optimizers[0].add_param_group({"params": named_ones, "lr": 0.03, "weight_decay": 0.2})
 
 
@@ -139,7 +142,8 @@ def late(self: Any) -> Any:
 
 
 def late_adafactor(self: Any) -> Any:
-    return torch.optim.Adafactor([(n, p) for n, p in self.named_parameters() if p.requires_grad], lr=0.05)
+    kept = [(n, p) for n, p in self.named_parameters() if p.requires_grad and "qkv.bias" not in n]
+    return torch.optim.Adafactor(kept, lr=0.05)
 
 
 KINDS["late"] = late
