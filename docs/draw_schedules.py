@@ -120,11 +120,12 @@ def formula_text() -> str:
     for p in range(1, 13):
         for m in range(2 * p, 49):
             beyond[p, m] = round(Case("zb_v", 2).played(p, m, (2.0, 2.0, 2.0)).length) - (6 * m + p - 1)
-    none = sum(extra == 0 for extra in beyond.values())
-    extra, p, m = max((extra / (6 * m + p - 1), *(-p, -m)) for (p, m), extra in beyond.items())
+    exact = {pair for pair, extra in beyond.items() if extra == 0}
+    text = f"Of all {len(beyond)} pairs with p up to 12 and m from 2p to 48, {len(exact)} are as short as a step can be"
     return (
-        f"Of all {len(beyond)} pairs with p up to 12 and m from 2p to 48, {none} are as short as a step can be; the\n"
-        f"others take up to {max(beyond.values())} parts more, at most {extra:.1%} of the step (p={-p}, m={-m})."
+        f"{text}."
+        if len(exact) == len(beyond)
+        else f"{text};\nthe others take up to {max(beyond.values())} parts more."
     )
 
 

@@ -3,10 +3,12 @@
 All actions are played through in time, as if every kind of action took equally long in every window. Whenever a rank
 is free, it starts, of what is ready, the first of: a forward (of the window farthest down the chain), the backward of
 the window that is nearest to the chain's start, a deferred weight gradient. Forwards go first because what limits them
-is memory: `caps` says how many microbatches a window may hold. Weight gradients go before backwards as long as the rank
-has forwards left: then a backward is not started the moment its gradient comes, and the next rank need not wait if it
-comes late. (ZB-V on four ranks, 32 microbatches: if F, I and W last 1, 1.2 and 0.8, 1.8 % stands idle in place of 6.1;
-if messages take a tenth of a unit, 2.3 % in place of 4.1.)
+is memory: `caps` says how many microbatches a window may hold.
+
+With split backwards a second order is tried: weight gradients before backwards, as long as the rank has forwards left.
+Then a backward is not started the moment its gradient comes, so nobody waits if that comes late. (ZB-V on four ranks,
+32 microbatches: if F, I and W last 1, 1.2 and 0.8, 1.8 % stands idle in place of 6.1; if messages take a tenth of a
+unit, 2.3 % in place of 4.1.) It is taken unless it is longer, as with few microbatches, where every gap counts.
 
 It cannot get stuck, whatever the chain: windows take microbatches in order, so the oldest unfinished one finds all
 microbatches before it gone from wherever it goes next, and a cap of at least one lets it in (if only missing weight
@@ -20,7 +22,8 @@ from collections.abc import Sequence
 
 from lightning_3d.pipeline.action import Action, Kind, Lists
 
-_SECONDS: dict[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+# Forwards a hair shorter than their equals: this leaves a little slack where actions would be ready at the same moment.
+_SECONDS: dict[str, int] = {"F": 19, "B": 40, "I": 20, "W": 20}
 
 
 def greedy_lists(
@@ -37,17 +40,19 @@ def greedy_lists(
         split_backward: Whether backwards are split. Then microbatches whose `W` is missing count too, but only against
             one limit for all ranks: the largest sum of the caps of one rank's windows.
     """
-    play = _Play(owners, stages, microbatches, caps, split_backward)
-    play.run()
-    return tuple(tuple(actions) for actions in play.lists)
+    plays = [_Play(owners, stages, microbatches, caps, split_backward, late) for late in {split_backward, False}]
+    best = min(plays, key=lambda play: (play.run(), not play.late))
+    return tuple(tuple(actions) for actions in best.lists)
 
 
 class _Play:
     """The state of the played step. As windows take microbatches in order, everything done is a number per window."""
 
-    def __init__(self, owners: Sequence[int], stages: int, microbatches: int, caps: Sequence[int], split: bool) -> None:
+    def __init__(
+        self, owners: Sequence[int], stages: int, microbatches: int, caps: Sequence[int], split: bool, late: bool
+    ) -> None:
         windows = len(owners)
-        self.owners, self.microbatches, self.caps, self.split = owners, microbatches, caps, split
+        self.owners, self.microbatches, self.caps, self.split, self.late = owners, microbatches, caps, split, late
         self.mine = [[w for w in range(windows) if owners[w] == rank] for rank in range(stages)]
         self.backward: Kind = "I" if split else "B"
         self.limit = max((sum(caps[w] for w in own) for own in self.mine), default=0)
@@ -56,7 +61,8 @@ class _Play:
         self.live = [0] * stages
         self.lists: list[list[Action]] = [[] for _ in range(stages)]
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Play until all is done; how long it took."""
         now, running = 0, [False] * len(self.mine)
         ends: list[tuple[int, int, Action]] = []
         look = set(range(len(self.mine)))  # ranks for which something may have become possible
@@ -74,15 +80,17 @@ class _Play:
                 self.done[action.kind][action.stage] += 1
                 look |= {rank, *self._waiting_for(action)}
         assert sum(map(len, self.lists)) == self.microbatches * len(self.owners) * (3 if self.split else 2)
+        return now
 
     def _next(self, rank: int) -> Action | None:
         """The most urgent action that this rank can start now."""
         for w in reversed(self.mine[rank]):
             if self._forward_is_ready(rank, w):
                 return Action("F", self.begun["F"][w], w)
-        goes_on = any(self.begun["F"][w] < self.microbatches for w in self.mine[rank])
         backward, weights = self._next_backward(rank), self._next_weights(rank)
-        return (weights or backward) if goes_on else (backward or weights)
+        if self.late and any(self.begun["F"][w] < self.microbatches for w in self.mine[rank]):
+            return weights or backward
+        return backward or weights
 
     def _next_backward(self, rank: int) -> Action | None:
         for w in self.mine[rank]:

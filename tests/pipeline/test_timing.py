@@ -14,9 +14,15 @@ from lightning_3d.pipeline.timing import Timing, formula_bubble, parts, simulate
 
 
 def played(
-    name: str, p: int, m: int, v: int = 1, order: str = "looped", split: tuple[float, ...] = (1, 1, 1)
+    name: str,
+    p: int,
+    m: int,
+    v: int = 1,
+    order: str = "looped",
+    split: tuple[float, ...] = (1, 1, 1),
+    send: float = 0.0,
 ) -> Timing:
-    return simulate(schedule_lists(name, p, m, v, order), placement(name, p, v, order), parts(*split))
+    return simulate(schedule_lists(name, p, m, v, order), placement(name, p, v, order), parts(*split), send)
 
 
 def exact() -> Iterator[tuple[str, int, int, int]]:
@@ -57,9 +63,16 @@ def test_zb_v_has_next_to_no_bubble() -> None:
     for p, m in product(range(1, 13), (1, 2, 3)):
         for microbatches in {2 * p, 2 * p + m, m * p + 2 * p}:
             beyond[p, microbatches] = played("zb_v", p, microbatches, 2).length - (6 * microbatches + p - 1)
-    assert set(beyond.values()) <= {0, 1, 2, 3}
-    assert sum(extra == 0 for extra in beyond.values()) > 0.75 * len(beyond)
-    assert all(beyond[p, 2 * p] == 0 for p in range(1, 13))
+    assert set(beyond.values()) == {0}
+
+
+def test_zb_v_leaves_slack() -> None:
+    """Results are not handed over at the last moment: parts that differ, and messages, cost little."""
+    for p, m in ((4, 8), (4, 32), (8, 16), (8, 32)):
+        even = played("zb_v", p, m, 2).bubble
+        assert played("zb_v", p, m, 2, split=(1, 1.2, 0.8)).bubble < even + 0.015
+        assert played("zb_v", p, m, 2, send=0.05).bubble < even + 0.020
+    assert played("zb_v", 8, 8, 2).bubble < 0.13  # few microbatches
 
 
 def test_zero_bubble_stays_good_if_parts_are_unequal() -> None:
