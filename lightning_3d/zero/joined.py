@@ -2,9 +2,9 @@
 
 Muon, Adafactor and their like compute something else from every part of a matrix. So before such an optimizer steps,
 the parts of a divided parameter and of its gradient travel to one of the ranks that hold them (dealt by size), which
-steps on the whole; then every rank gets its new part. The optimizer's groups stay as they are: for the time of the
-step what they hold has the data of the whole, or on the other ranks no data and no gradient. So an optimizer's state
-for such a parameter is whole, too, and on one rank.
+steps on the whole; then every rank gets its new part. For the time of the step what the optimizer holds has the data of
+the whole, and what other ranks step is not in its groups (some optimizers insist on a gradient of everything in there).
+So an optimizer's state for such a parameter is whole, too, and on one rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
 from lightning_3d.tensor.placement import Placement
+from lightning_3d.zero.piece import Piece
 
 
 @dataclass
@@ -33,7 +34,7 @@ class _Part:
 
 
 class Joined:
-    """The divided parameters of one optimizer, put together for its steps.
+    """The parameters of one optimizer, as they are for its steps: whole, or not there.
 
     Args:
         optimizer: It looks at whole matrices.
@@ -53,6 +54,7 @@ class Joined:
         self._owners: dict[str, int] = {}
         self._load = [0] * axis.size
         self._parts: list[_Part] = []
+        self._groups: list[list[nn.Parameter]] = []  # what is in them between steps
 
     def steps(self, name: str) -> bool | None:
         """Whether this rank steps a parameter (of which it has a part); None: it is not divided."""
@@ -117,7 +119,7 @@ class Joined:
         return (args[0], joined_after, *args[2:]), kwargs
 
     def join(self) -> None:
-        """What the groups hold becomes whole, with its gradient, or empty.
+        """What the groups hold becomes whole, with its gradient, or leaves them.
 
         Collectives: per type of the values one all-to-all over tp: the rank's part of all values and gradients.
         """
@@ -140,11 +142,11 @@ class Joined:
                 part.held.grad = None
                 part.held.data = values
                 part.held.grad = gradient if part.gradient is not None else None
-        for part in parts:
-            if part.owner != self._axis.rank:
-                part.held.grad = None
-                part.held.data = part.values.new_empty(0)
         self._parts = parts
+        elsewhere = {id(part.held) for part in parts if part.owner != self._axis.rank}
+        for group in self._optimizer.param_groups:
+            self._groups.append(list(group["params"]))
+            group["params"][:] = [p for p in group["params"] if id(p) not in elsewhere and not _is_dealt(p)]
 
     def part(self) -> None:
         """The groups hold parts again, with the values after the step.
@@ -170,7 +172,9 @@ class Joined:
             part.held.grad = None
             part.held.data = part.values
             part.held.grad = part.gradient
-        self._parts = []
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=False):
+            group["params"][:] = before
+        self._parts, self._groups = [], []
 
     @property
     def _ranks(self) -> range:
@@ -181,6 +185,11 @@ class Joined:
         end = offset + part.values.numel()
         parts = [flat[offset:end].view(part.values.shape) for flat in received]
         return part.placement.to_global(parts, self._axis.size).contiguous(), end
+
+
+def _is_dealt(held: nn.Parameter) -> bool:
+    """Another replica steps it."""
+    return isinstance(held, Piece) and not held.slot.owned and held.slot.numel > 0
 
 
 def _values_and_gradient(part: _Part) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ class Steps(Holdings):
         cut = sorted(names & self._cut.keys())
         replicas = self.data.size if self.stage else 1
         check_fits(type(optimizer).__name__, kind, replicas, self._parted, cut, masters, self._offload)
-        if kind == "whole" and self._cut:
+        if kind == "whole" and (self._cut or self.stage):
             self._joined[optimizer] = Joined(optimizer, self._name_of, self._cut, self._tensor)
         if self._offload:
             check_steps_on_host(optimizer, {p.device for p in self._parameters.values()})

@@ -118,7 +118,30 @@ def anchored(self: Any) -> Any:
     return Anchored(self.parameters(), 0.02)
 
 
-WHOLE: dict[str, Callable[[Any], Any]] = {f.__name__: f for f in (adafactor, muon, anchored)}
+class Insistent(torch.optim.Optimizer):
+    """Orthogonalized steps for matrices, others for the rest, and a gradient for whatever has none: a known Muon."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+                    moment = self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    assert not group["matrices"] or p.ndim == 2
+                    step = moment / (moment.norm() + 1e-6) if group["matrices"] else moment
+                    p.mul_(1 - 0.1 * group["lr"]).add_(step.view(p.shape), alpha=-group["lr"])
+        return loss
+
+
+def insistent(self: Any) -> Any:
+    matrices = [p for p in self.parameters() if p.ndim == 2]
+    vectors = [p for p in self.parameters() if p.ndim != 2]
+    return Insistent([{"params": matrices, "matrices": True}, {"params": vectors, "matrices": False}], {"lr": 0.02})
+
+
+WHOLE: dict[str, Callable[[Any], Any]] = {f.__name__: f for f in (adafactor, muon, anchored, insistent)}
 
 
 class Adds(pl.Callback):
