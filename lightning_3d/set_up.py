@@ -39,6 +39,8 @@ from lightning_3d.start_up import (
     forget_values,
     materialize_meta,
     settle,
+    warn_of_zeros,
+    without_values,
 )
 from lightning_3d.stopping import may_stop, stop_together
 from lightning_3d.suitability import (
@@ -97,7 +99,9 @@ class SetUp(Saving):
         if fitting:
             check_can_be_trained(module, self.layout, trainer.callbacks, self._settings.num_microbatches)
         if first:
+            empty = without_values(module)
             self._equalize(module)
+            warn_of_zeros(empty if self._pending is None else ())
         if fitting:
             self.setup_optimizers(trainer)
         if first:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +20,7 @@ from lightning_3d.deferred import (
     agree_on_records,
     building,
     is_deferred,
+    is_unwritten,
     leave_empty,
     reading_later,
     realize,
@@ -83,6 +84,22 @@ def settle(module: nn.Module, layout: Layout, world: Communicator, runs_whole: b
     with torch.no_grad():
         for tensor in eager:
             world.broadcast(tensor.data if tensor.is_contiguous() else _contiguous(tensor), 0)
+
+
+def without_values(module: nn.Module) -> list[str]:
+    """Names of the parameters that were made without values; they will be zeros, the same on all ranks."""
+    return [name for name, parameter in module.named_parameters() if is_unwritten(parameter)]
+
+
+def warn_of_zeros(names: Collection[str]) -> None:
+    """Somebody left parameters without values, and no checkpoint is read into them."""
+    if names:
+        some = ", ".join([*list(names)[:3], *["..."][: len(names) > 3]])
+        rank_zero_warn(
+            f"lightning_3d: {len(names)} parameters were made without values and no checkpoint is read into them, so "
+            f"they begin as zeros: {some}. Pass ckpt_path if there is one; build the model without "
+            "init_module(empty_init=True) to get values by its own initialisation."
+        )
 
 
 def forget_values(module: nn.Module) -> None:

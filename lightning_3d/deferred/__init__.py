@@ -2,7 +2,7 @@
 
 from lightning_3d.deferred.building import building
 from lightning_3d.deferred.files import reading_later
-from lightning_3d.deferred.realize import leave_empty, realize, realize_all, realize_all_but_parameters
+from lightning_3d.deferred.realize import is_unwritten, leave_empty, realize, realize_all, realize_all_but_parameters
 from lightning_3d.deferred.records import agree_on_records
 from lightning_3d.deferred.tensor import Deferred, is_deferred
 
@@ -11,6 +11,7 @@ __all__ = [
     "agree_on_records",
     "building",
     "is_deferred",
+    "is_unwritten",
     "leave_empty",
     "reading_later",
     "realize",

@@ -35,6 +35,8 @@ OVERWRITES = frozenset(
     ]
 )
 """In-place operations that do not read what they write to."""
+WITHOUT_VALUES = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operations that give memory as it was left."""
 _ALL_ELEMENTS = frozenset(("detach", "alias", "view", "t", "transpose", "permute", "unsqueeze", "squeeze"))
 """Views that show every element."""
 _PATIENCE = 5_000
@@ -207,6 +209,16 @@ class Cell:
                 self.solid = None
             else:
                 self.stays = True
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Nobody has written into it, nor into what it was converted from."""
+        if self.writes or self.solid is not None or self.origin is None:
+            return False
+        made_of = self.origin.operands()
+        if self.origin.name() == "_to_copy" and made_of:
+            return all(window.cell.is_unwritten for window in made_of)
+        return self.origin.name() in WITHOUT_VALUES
 
     def is_overwritten(self, since: int) -> bool:
         """Whether all of it was written anew after the first `since` writes."""

@@ -9,13 +9,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_3d.deferred.cell import Call, Cell
+from lightning_3d.deferred.cell import WITHOUT_VALUES, Call, Cell
 
 _Key = tuple[Cell, int]
-_WITHOUT_VALUES = frozenset(
-    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-)
-"""Operations that give memory as it was left."""
 
 
 class Making:
@@ -81,7 +77,7 @@ class Making:
 
         out = origin.run(of)
         memory: Tensor = out if origin.part is None else out[origin.part]
-        if isinstance(origin.func, OpOverload) and origin.name() in _WITHOUT_VALUES:
+        if isinstance(origin.func, OpOverload) and origin.name() in WITHOUT_VALUES:
             return memory.zero_()  # what is left there differs from rank to rank
         # some operations give an operand back, or a view of it, and do not say so
         return memory.clone() if any(_share(memory, x) for x in read) else memory

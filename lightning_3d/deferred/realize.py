@@ -18,6 +18,11 @@ def realize(tensor: Tensor) -> None:
         assign(tensor, _own_value(tensor))
 
 
+def is_unwritten(tensor: Tensor) -> bool:
+    """Whether a tensor was made without values (`torch.empty`), and nobody has given it any."""
+    return isinstance(tensor, Deferred) and tensor.window.cell.is_unwritten
+
+
 def leave_empty(tensor: Tensor) -> None:
     """Its values will be written before anybody reads them; what it was to get is forgotten."""
     if isinstance(tensor, Deferred):

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.deferred import Deferred, building, is_deferred, reading_later, realize, realize_all
+from lightning_3d.deferred import Deferred, building, is_deferred, is_unwritten, reading_later, realize, realize_all
 from lightning_3d.deferred.records import dumps, loads
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.start_up import warn_of_zeros, without_values
 from tests.deferred.twice import both
 
 
@@ -274,7 +275,13 @@ def test_memory_that_nobody_wrote_to_is_alike_on_all_ranks(monkeypatch: pytest.M
         with building(torch.device("cpu")):
             empty, partly = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(8, 8).new_empty(8, 8))
             partly.data[3] = 2.0
+            kept = [is_unwritten(x) for x in (empty, partly, empty.double(), nn.Linear(8, 8).weight)]
+        assert kept == [True, False, True, False]
+        module = nn.ParameterDict({"empty": empty, "partly": partly})
+        with pytest.warns(UserWarning, match=r"1 parameters were made without values .* zeros: empty\. Pass ckpt_path"):
+            warn_of_zeros(without_values(module))
         realize(empty)
+        warn_of_zeros(without_values(module))  # it has values now
         realize(partly)
     finally:
         torch.use_deterministic_algorithms(False)
