@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.comm import Communicator, Pending, PendingShard
-from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.offload import Arriving
 from lightning_3d.zero.piece import Slot
 from lightning_3d.zero.storage import Storage
@@ -47,6 +46,7 @@ class Bucket:
         gradient_dtype: In what gradients are added up and reduced; None: the parameters' own.
         divided: Stage 3: the parameters may be released.
         offload: The optimizer steps on copies in the host's memory.
+        sparse: It takes sparse gradients only: the rows they had are noted (they travel dense).
 
     Attributes:
         storage: The parameters' memory where the optimizer holds pieces; None where it holds the parameters.
@@ -66,7 +66,9 @@ class Bucket:
         gradient_dtype: torch.dtype | None = None,
         divided: bool = False,
         offload: bool = False,
+        sparse: bool = False,
     ) -> None:
+        self.sparse = sparse
         self.data, self.owners, self.whole, self.holders, self.windows = data, owners, whole, holders, windows
         self.sharded = sharded = owners.size > 1
         self.dtype, self.device = parameters[0][1].dtype, parameters[0][1].device
@@ -120,15 +122,16 @@ class Bucket:
         """Move the parameter's `.grad` into the full-size buffer, adding to what this window put there."""
         gradient = slot.parameter.grad
         assert gradient is not None
-        if gradient.is_sparse:
-            raise ConfigurationError(
-                f"parameter {slot.name!r} got a sparse gradient (Embedding(sparse=True)?). Gradients are reduced in "
-                "dense flat buffers; build the layer with sparse=False."
-            )
         if self.gradients is None:
             self.gradients = take(self)
         view = slot.view(self.gradients)
         slot.used = True
+        if gradient.is_sparse:
+            if self.sparse:
+                slot.note_rows(gradient._indices()[0])
+            gradient = gradient.to_dense()
+        elif self.sparse:
+            slot.note_rows(slice(None))
         if gradient.data_ptr() == view.data_ptr():  # stage 0: autograd added in place to what was published
             self.filled.add(slot)
             return
@@ -193,6 +196,15 @@ class Bucket:
             self.pending = self._new_shard().zero_()
         self.holders.all_reduce(self.pending)
 
+    def join_rows(self) -> None:
+        """Of sparse gradients: the rows that any replica, or any other holder, had. Collective over both."""
+        for slot in self.slots if self.sparse else ():
+            if slot.used:
+                rows = slot.note_rows([])
+                for axis in (self.data, self.holders):
+                    if axis is not None:
+                        axis.all_reduce(rows, "max")
+
     @property
     def offloads(self) -> bool:
         """Its optimizer steps on the host."""
@@ -221,6 +233,8 @@ class Bucket:
             self.pending = self.pending.to(self.storage.master.dtype)
         if isinstance(factor, Tensor) or factor != 1.0:
             self.pending.mul_(factor.to(self.pending.device) if isinstance(factor, Tensor) else factor)
+        for slot in self.slots if self.sparse else ():
+            slot.publish_rows()
         if self.storage is None:
             for slot in self.slots:
                 if slot.used:

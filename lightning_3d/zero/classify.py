@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigurationError
 
-Kind = Literal["elementwise", "whole", "coupled"]
-"""elementwise: works on any range of a flattened parameter; whole: needs whole parameters (Adafactor, Muon, LAMB);
-coupled: one parameter's update depends on another's (LBFGS), so it cannot be sharded at all."""
+Kind = Literal["elementwise", "rows", "whole", "coupled"]
+"""elementwise: works on any range of a flattened parameter; rows: takes sparse gradients only (SparseAdam), and works
+on rows or columns of a parameter; whole: needs whole parameters (Adafactor, Muon, LAMB); coupled: one parameter's
+update depends on another's (LBFGS), so it cannot be sharded at all."""
+_DEMANDS: tuple[Kind, ...] = ("elementwise", "rows", "whole", "coupled")
 
 
 def classify(optimizer: Optimizer) -> Kind:
@@ -32,14 +34,20 @@ def classify(optimizer: Optimizer) -> Kind:
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return "coupled"
-    kinds = set()
+    kinds: set[Kind] = set()
     for group in optimizer.param_groups:
         # an optimizer may treat matrices and vectors differently, so one of each kind takes part
         examples = {p.ndim: p for p in group["params"] if p.ndim}
         kinds |= {_classify_example(optimizer, group, p) for p in examples.values()}
-    if "coupled" in kinds:
-        return "coupled"
-    return "whole" if "whole" in kinds else "elementwise"
+    return max(kinds, key=_DEMANDS.index, default="elementwise")
+
+
+def takes_sparse_only(optimizer: Optimizer) -> bool:
+    """Whether it refuses dense gradients and takes sparse ones."""
+    try:
+        return classify(optimizer) == "rows"
+    except ConfigurationError:  # it cannot be tried
+        return False
 
 
 def check_fits(
@@ -120,6 +128,8 @@ def _classify_example(optimizer: Optimizer, group: dict[str, Any], example: Tens
     try:
         together = run(lambda t: [list(t)])
     except Exception as error:
+        if _works_on_rows(optimizer, group, weights, gradients):
+            return "rows"
         raise ConfigurationError(
             f"{type(optimizer).__name__} cannot step on two small tensors on the CPU, without a closure: "
             f"{type(error).__name__}: {error}. That is tried since its parameters are to be divided, or copied; an "
@@ -142,6 +152,31 @@ def _classify_example(optimizer: Optimizer, group: dict[str, Any], example: Tens
         return "elementwise" if equal(together, joined) else "whole"
     except Exception:  # an optimizer that refuses 1-D parts (Muon) needs the whole matrix
         return "whole"
+
+
+def _works_on_rows(
+    optimizer: Optimizer, group: dict[str, Any], weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> bool:
+    """Whether it takes sparse gradients, and does the same to parts of a matrix alone."""
+    if weights[0].ndim != 2 or min(weights[0].shape) < 2:
+        return False
+
+    # other rows in every step: what it does to those that a gradient leaves out counts, too
+    left = [torch.arange(weights[0].shape[0]).unsqueeze(1) % 2 != step % 2 for step in range(len(gradients))]
+
+    def run(split: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        lists = [[part] for w in weights for part in split(w)]
+        steps = [[g.masked_fill(rows, 0) for g in gs] for gs, rows in zip(gradients, left, strict=True)]
+        sparse = [[[part.to_sparse(1)] for g in gs for part in split(g)] for gs in steps]
+        return _toy_steps(optimizer, group, lists, sparse, {}, {})
+
+    try:
+        together = run(lambda t: [t])
+        rows, columns = run(lambda t: [t[:1], t[1:]]), run(lambda t: [t[:, :1], t[:, 1:]])
+    except Exception:  # the experiment is the question
+        return False
+    parts = [(torch.cat(rows[i : i + 2]), torch.cat(columns[i : i + 2], 1)) for i in (0, 2)]
+    return all(torch.allclose(w, part) for w, both in zip(together, parts, strict=True) for part in both)
 
 
 def _sample(value: Tensor, weight: Tensor) -> Tensor:

@@ -279,6 +279,7 @@ class Zero(Steps):
             with self.data.ledger.during("reduce"):
                 for bucket in self.buckets:
                     bucket.sum_holders()
+                    bucket.join_rows()
             for bucket in self.buckets:
                 bucket.fetch()
         self.gradient_bytes -= sum(buffer.nbytes for buffer in self._pool)

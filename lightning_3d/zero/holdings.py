@@ -19,7 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.zero.arranged import Arranged
 from lightning_3d.zero.bucket import Bucket
+from lightning_3d.zero.classify import Kind
 from lightning_3d.zero.groups import names_in, replace_by_pieces
 from lightning_3d.zero.joined import Joined
 from lightning_3d.zero.piece import Piece, Slot
@@ -74,7 +76,7 @@ class Holdings(abc.ABC):
         self._names, self._counted, self._windows = share.names, share.counted, share.windows
         self._parameters, self._cut, self._parted = share.parameters, share.cut, share.parted
         self._tensor = share.tensor
-        self._joined: dict[Optimizer, Joined] = {}  # those that look at whole matrices, of which some are cut
+        self._arranged: dict[Optimizer, Arranged] = {}  # those that need what they hold otherwise while they step
         self._order = {id(p): i for i, p in enumerate(share.parameters.values())}
         self._held_names = {id(p): n for n, p in share.parameters.items()}
         self._holders = {name: axis for axis, group in share.shared for name in group}
@@ -91,7 +93,7 @@ class Holdings(abc.ABC):
         self._frozen: list[Bucket] = []  # stage 3: divided, but in no optimizer's hands
         self.slots: dict[nn.Parameter, Slot] = {}
         self._of_optimizer: dict[Optimizer, list[Bucket]] = defaultdict(list)
-        self._kinds: dict[Optimizer, str] = {}
+        self._kinds: dict[Optimizer, Kind] = {}
         self._hooks: list[Any] = []
         self.group_names: dict[Optimizer, list[list[str]]] = {}
         for parameter in share.parameters.values():
@@ -131,8 +133,9 @@ class Holdings(abc.ABC):
             group["params"][:] = [p for p in group["params"] if isinstance(p, Piece) or id(p) in self._held_names]
         if not self.passive:
             self._make_pieces(optimizer)
-        if optimizer in self._joined:
-            self._joined[optimizer].deal()
+        arranged = self._arranged.get(optimizer)
+        if isinstance(arranged, Joined):
+            arranged.deal()
 
     def _make_pieces(self, optimizer: Optimizer) -> None:
         new = [p for g in optimizer.param_groups for p in g["params"] if self._is_new(p)]
@@ -165,11 +168,18 @@ class Holdings(abc.ABC):
         bucket, mine = slot.bucket, self._of_optimizer[optimizer]
         if bucket in mine:
             return
-        if self._kinds[optimizer] == "whole" and bucket.sharded and not bucket.whole:
+        kind = self._kinds[optimizer]
+        if kind == "whole" and bucket.sharded and not bucket.whole:
             raise ConfigurationError(
                 f"parameter {slot.name!r} is in two optimizers. {type(optimizer).__name__} looks at whole matrices, "
                 f"the other one gets parts of them, divided over {self.data.size} replicas. List the optimizer that "
                 "looks at whole matrices first in configure_optimizers, or use zero_stage=0."
+            )
+        if bucket.sparse != (kind == "rows"):
+            raise ConfigurationError(
+                f"parameter {slot.name!r} is in two optimizers, of which one takes sparse gradients only and the other "
+                f"({type(optimizer).__name__}) {'too' if kind == 'rows' else 'does not'}. A gradient is one or the "
+                "other here: give the parameter to one of them."
             )
         mine.append(bucket)
 
@@ -186,7 +196,7 @@ class Holdings(abc.ABC):
         return parameter.requires_grad and not isinstance(parameter, Piece) and parameter not in self.slots
 
     def _watched_buckets(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        made = self._cut_into_buckets(parameters, whole=self._kinds[optimizer] == "whole")
+        made = self._cut_into_buckets(parameters, self._kinds[optimizer])
         for bucket in made:
             for slot in bucket.slots:
                 self.slots[slot.parameter] = slot
@@ -195,19 +205,19 @@ class Holdings(abc.ABC):
         self.buckets += made
         return made
 
-    def _cut_into_buckets(self, parameters: Sequence[nn.Parameter], whole: bool = False) -> list[Bucket]:
+    def _cut_into_buckets(self, parameters: Sequence[nn.Parameter], kind: Kind = "elementwise") -> list[Bucket]:
         made: list[Bucket] = []
         run: list[nn.Parameter] = []
         for parameter in [*parameters, None]:
             full = run and (parameter is None or sum(p.nbytes for p in run) + parameter.nbytes > self._bucket_bytes)
             if full:
-                made.append(self._bucket(run, whole))
+                made.append(self._bucket(run, kind))
                 run = []
             if parameter is not None:
                 run.append(parameter)
         return made
 
-    def _bucket(self, parameters: Sequence[nn.Parameter], whole: bool) -> Bucket:
+    def _bucket(self, parameters: Sequence[nn.Parameter], kind: Kind) -> Bucket:
         named = [(n := self._held_names[id(p)], p, n in self._counted) for p in parameters]
         first, parameter, _ = named[0]
         low = is_low(parameter)
@@ -215,7 +225,8 @@ class Holdings(abc.ABC):
             named,
             self.data,
             self._owners,
-            whole=whole,
+            whole=kind in ("rows", "whole"),
+            sparse=kind == "rows",
             holders=self._holders.get(first),
             windows=frozenset(self._windows.get(first, ())),
             master=low and self._masters and parameter.requires_grad,
@@ -285,7 +296,8 @@ class Holdings(abc.ABC):
 
         False: another rank does, of this tensor-parallel axis.
         """
-        return self._joined[optimizer].steps(name) if optimizer in self._joined else None
+        arranged = self._arranged.get(optimizer)
+        return arranged.steps(name) if isinstance(arranged, Joined) else None
 
     def regroup(self, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> None:
         """Groups with these parameters: what a run had that added some during training (finetuning callbacks).

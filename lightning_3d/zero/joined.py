@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.comm import Communicator
 from lightning_3d.tensor.placement import Placement
+from lightning_3d.zero.arranged import Arranged
 from lightning_3d.zero.piece import Piece
 
 
@@ -33,7 +34,7 @@ class _Part:
     gradient: Tensor | None
 
 
-class Joined:
+class Joined(Arranged):
     """The parameters of one optimizer, as they are for its steps: whole, or not there.
 
     Args:
@@ -94,30 +95,6 @@ class Joined:
             self._optimizer.state[held] = state
 
     # -- when
-    def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Join now, or once the closure has run that the optimizer is given.
-
-        Args:
-            args, kwargs: Of its `step` (the optimizer first).
-
-        Returns:
-            What to call it with instead.
-        """
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self.join()
-            return args, kwargs
-
-        def joined_after() -> Any:
-            self.part()
-            out = closure()
-            self.join()
-            return out
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": joined_after}
-        return (args[0], joined_after, *args[2:]), kwargs
-
     def join(self) -> None:
         """What the groups hold becomes whole, with its gradient, or leaves them.
 

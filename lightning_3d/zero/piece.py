@@ -63,6 +63,8 @@ class Slot:
         used: Some microbatch since the last publication gave it a gradient, on any rank once flags are exchanged.
         fired: It got its gradient in the backward under way.
         given: The gradients published last had one for it, on all ranks alike.
+        rows: Which rows the gradients had since the last publication, 0 or 1, if somebody asks for it (sparse ones).
+        given_rows: Which rows `.grad` of `held` has.
         stray: What a backward of user code left in `.grad` (of an adversary, of an estimate): nobody reduces it.
     """
 
@@ -73,7 +75,23 @@ class Slot:
         self.held: nn.Parameter = parameter
         self.aside: Tensor | None = None
         self.stray: Tensor | None = None
+        self.rows: Tensor | None = None
+        self.given_rows: Tensor | None = None
         self.used = self.fired = self.given = False
+
+    def note_rows(self, rows: Any) -> Tensor:
+        """The gradient has these rows, too; returns all that it has."""
+        if self.rows is None:
+            self.rows = torch.zeros(self.shape[0], dtype=torch.uint8, device=self.parameter.device)
+        self.rows[rows] = 1
+        return self.rows
+
+    def publish_rows(self) -> None:
+        """They are added to those of `.grad`."""
+        before = None if self.held.grad is None else self.given_rows
+        if self.rows is not None:
+            self.given_rows = self.rows if before is None else before | self.rows
+        self.rows = None
 
     @property
     def owned(self) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.zero.classify import check_fits, classify
+from lightning_3d.zero.arranged import SparseGradients
+from lightning_3d.zero.classify import Kind, check_fits, classify, takes_sparse_only
 from lightning_3d.zero.groups import check_reduced, surround, surround_swaps
 from lightning_3d.zero.holdings import Holdings, is_low
 from lightning_3d.zero.joined import Joined
@@ -35,40 +36,49 @@ class Steps(Holdings):
             ConfigurationError: It looks at more than this rank holds.
         """
         masters = self._masters and any(is_low(p) for g in optimizer.param_groups for p in g["params"])
-        known = not (self.stage or self._parted or masters or self._offload)
-        kind = self._kinds[optimizer] = "elementwise" if known else classify(optimizer)
+        kind = self._kinds[optimizer] = self._kind_of(optimizer, masters)
         names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
         cut = sorted(names & self._cut.keys())
         replicas = self.data.size if self.stage else 1
         check_fits(type(optimizer).__name__, kind, replicas, self._parted, cut, masters, self._offload)
         if kind == "whole" and (self._cut or self.stage):
-            self._joined[optimizer] = Joined(optimizer, self._name_of, self._cut, self._tensor)
+            self._arranged[optimizer] = Joined(optimizer, self._name_of, self._cut, self._tensor)
+        if kind == "rows" and not self.passive:
+            self._arranged[optimizer] = SparseGradients(
+                optimizer, lambda held: held.slot if isinstance(held, Piece) else self.slots.get(held)
+            )
         if self._offload:
             check_steps_on_host(optimizer, {p.device for p in self._parameters.values()})
         self._adopt(optimizer)
-        if not self.passive or optimizer in self._joined:
+        if not self.passive or optimizer in self._arranged:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(lambda o, *_: self._stepped(o))
             surround_swaps(optimizer, self._before_swap, self._after_swap)
         if not self.passive:
             surround(optimizer, "zero_grad", lambda _: None, self._zeroed)
 
+    def _kind_of(self, optimizer: Optimizer, masters: bool) -> Kind:
+        """Where it gets all it would get alone, only what gradients it takes is to be known."""
+        if self.stage or self._parted or masters or self._offload:
+            return classify(optimizer)
+        return "rows" if not self.passive and takes_sparse_only(optimizer) else "elementwise"
+
     def _name_of(self, held: nn.Parameter) -> str:
         return held.slot.name if isinstance(held, Piece) else self._names[id(held)]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._reclaim(optimizer)
-        joined = self._joined.get(optimizer)
-        return None if joined is None else joined.before_step(args, kwargs)
+        arranged = self._arranged.get(optimizer)
+        return None if arranged is None else arranged.before_step(args, kwargs)
 
     def _before_swap(self, optimizer: Optimizer) -> None:
         self._reclaim(optimizer)
-        if optimizer in self._joined:
-            self._joined[optimizer].join()
+        if optimizer in self._arranged:
+            self._arranged[optimizer].join()
 
     def _after_swap(self, optimizer: Optimizer) -> None:
-        if optimizer in self._joined:
-            self._joined[optimizer].part()
+        if optimizer in self._arranged:
+            self._arranged[optimizer].part()
         self._after_step(optimizer)
 
     def _stepped(self, optimizer: Optimizer) -> None:
@@ -103,8 +113,8 @@ class Steps(Holdings):
 
     def reclaim(self) -> None:
         """Take over what user code did to parameters since the last step, for all optimizers."""
-        for joined in self._joined.values():
-            joined.restore()  # of a step that failed
+        for arranged in self._arranged.values():
+            arranged.restore()  # of a step that failed
         self._reclaim_all(self.storages)
 
     def _reclaim_all(self, storages: Sequence[Storage]) -> None:
