@@ -8,10 +8,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.arranged import SparseGradients
 from lightning_3d.zero.classify import Kind, check_fits, classify, takes_sparse_only
 from lightning_3d.zero.groups import check_reduced, surround, surround_swaps
@@ -20,6 +22,23 @@ from lightning_3d.zero.joined import Joined
 from lightning_3d.zero.offload import check_steps_on_host, follow
 from lightning_3d.zero.piece import Piece
 from lightning_3d.zero.storage import Storage
+
+_divided: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose state some run has divided."""
+
+
+def check_is_nobodys(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that an earlier run has divided: this rank has a part of its state, cut for that run.
+
+    Raises:
+        ConfigurationError: With the way out.
+    """
+    if optimizer in _divided:
+        raise ConfigurationError(
+            f"configure_optimizers returned the {type(optimizer).__name__} of an earlier fit, whose state was divided "
+            "over the ranks then. Make a new one in configure_optimizers; to go on with its state, save a checkpoint "
+            "after the first fit and pass it as ckpt_path to the second."
+        )
 
 
 class Steps(Holdings):
@@ -35,6 +54,7 @@ class Steps(Holdings):
         Raises:
             ConfigurationError: It looks at more than this rank holds.
         """
+        check_is_nobodys(optimizer)
         masters = self._masters and any(is_low(p) for g in optimizer.param_groups for p in g["params"])
         kind = self._kinds[optimizer] = self._kind_of(optimizer, masters)
         names = {self._names.get(id(p), "") for g in optimizer.param_groups for p in g["params"]}
@@ -50,6 +70,10 @@ class Steps(Holdings):
         if self._offload:
             check_steps_on_host(optimizer, {p.device for p in self._parameters.values()})
         self._adopt(optimizer)
+        if optimizer in self._arranged or any(
+            isinstance(p, Piece) for g in optimizer.param_groups for p in g["params"]
+        ):
+            _divided.add(optimizer)
         if not self.passive or optimizer in self._arranged:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(lambda o, *_: self._stepped(o))

@@ -389,7 +389,8 @@ def refuse(kind: str) -> str:
     params = [*net.parameters(), loose] if kind == "loose" else list(net.parameters())
     optimizer = torch.optim.LBFGS(params) if kind == "coupled" else torch.optim.SGD(params, lr=0.1)
     try:
-        Zero([optimizer], share_of(named, axis), 1).start_reducing()
+        for _ in range(2 if kind == "again" else 1):
+            Zero([optimizer], share_of(named, axis), 1).start_reducing()
         net(torch.tensor([1, 2])).sum().backward()
     except ConfigurationError as error:
         return str(error)
@@ -397,11 +398,12 @@ def refuse(kind: str) -> str:
 
 
 def refuse_all() -> list[str]:
-    return [refuse(kind) for kind in ("coupled", "loose")]
+    return [refuse(kind) for kind in ("coupled", "loose", "again")]
 
 
 def test_refusals_name_the_culprit() -> None:
-    for coupled, loose in run_distributed(refuse_all, 2):
+    for coupled, loose, again in run_distributed(refuse_all, 2):
         assert "LBFGS" in coupled
         assert "zero_stage=0" in coupled
         assert "(7, 2)" in loose
+        assert "SGD of an earlier fit" in again
