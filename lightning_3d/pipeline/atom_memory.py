@@ -50,9 +50,11 @@ class AtomMemory:
 
     Attributes:
         changes: What atoms change of the Python state around them (`saved.meaning`).
+        read_later: What a step reads of the state that another one has left.
     """
 
     changes: set[Hashable] = field(default_factory=set)
+    read_later: set[Hashable] = field(default_factory=set)
 
     _calls: dict[str, dict[Hashable, Remembered]] = field(default_factory=dict)
     _kind_of: dict[str, int] = field(default_factory=dict)

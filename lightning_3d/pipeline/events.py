@@ -173,10 +173,12 @@ class Trace:
         final_reads: Values the result of the step and `self.log` need.
         sizes: Elements of every parameter as this rank would hold it.
         no_cut: Intervals no stage boundary may lie in.
-        buffer_writes, buffer_reads: Registered buffers glue code writes tracked values into, or reads: event numbers.
+        buffer_writes, buffer_reads: Registered buffers, and tensors in attributes of modules, that glue code writes
+            tracked values into, or reads: event numbers.
         overwritten: Values changed in place after they were made (a copy must be kept of what is sent).
         step_metrics: torchmetrics metrics that `self.log` got with `on_step`.
         pieces: The Python state that glue code changed: attributes, containers, objects, tensors in place.
+        carried: Pieces whose values the next step reads, and which values those are.
         changed_buffers: Names of registered buffers whose values the step changed, in glue code or in atoms.
         python_random: Glue code drew from `random` or numpy.
         looks_at_python: Glue code computed with the batch's index, or looked at the epoch, the step or the Trainer.
@@ -197,6 +199,7 @@ class Trace:
     overwritten: set[Vid] = field(default_factory=set)
     step_metrics: list[Any] = field(default_factory=list)
     pieces: list[Saved] = field(default_factory=list)
+    carried: list[tuple[Saved, frozenset[Vid]]] = field(default_factory=list)
     changed_buffers: list[str] = field(default_factory=list)
     python_random: bool = False
     looks_at_python: bool = False
@@ -216,6 +219,11 @@ class Trace:
     def random(self) -> bool:
         """Whether the step draws random numbers; asked once the trace is complete."""
         return self.python_random or any(event.random for event in self.events)
+
+    @cached_property
+    def last_reads(self) -> set[Vid]:
+        """What the last stage needs at the end; asked once the trace is complete."""
+        return self.final_reads.union(*(vids for _, vids in self.carried))
 
     @cached_property
     def remembered(self) -> list[Saved]:
@@ -257,7 +265,7 @@ class Trace:
 
     def live_bytes(self, cut: int) -> int:
         """Bytes that cross a stage boundary in front of event `cut`."""
-        needed = {vid for event in self.events[cut:] for vid in event.reads} | self.final_reads
+        needed = {vid for event in self.events[cut:] for vid in event.reads} | self.last_reads
         return sum(self.meta[vid].nbytes for vid in needed if vid[0] < cut)
 
     def forbidden(self, cut: int) -> str | None:
@@ -267,7 +275,7 @@ class Trace:
     def plain(self) -> object:
         """What must be equal on all ranks of a replica."""
         metas = sorted((vid, meta.plain()) for vid, meta in self.meta.items())
-        return (self.step, [event.plain() for event in self.events], metas, sorted(self.final_reads))
+        return (self.step, [event.plain() for event in self.events], metas, sorted(self.last_reads))
 
     def partition(self, windows: Sequence[int] | Sequence[Window]) -> Partition:
         """Cut into windows: first event of every stage (the first is 0), or a list of windows with owners."""

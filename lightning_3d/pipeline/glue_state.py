@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_3d.comm import Communicator
 from lightning_3d.errors import PipelineError
+from lightning_3d.pipeline.carried import Beginnings
 from lightning_3d.pipeline.looks import NOT_THE_USERS
 from lightning_3d.pipeline.phantom import Phantom
+from lightning_3d.pipeline.probe_before import kept_tensors
 from lightning_3d.probe import saved
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -36,6 +38,8 @@ def holds_phantom(value: Any) -> bool:
 
 def name_of(piece: saved.Saved, root: nn.Module) -> str:
     """For messages and digests: the attribute, or the kind of thing."""
+    if isinstance(piece, saved.SmallTensor):
+        return next((n for n, x in kept_tensors(root).items() if x is piece.tensor), "a tensor")
     if not isinstance(piece, saved.Held):
         return type(piece).__name__
     homes = ((n, space) for n, m in root.named_modules() for space in (m.__dict__, m._buffers))
@@ -83,10 +87,12 @@ class GlueState:
         # microbatch -> piece -> (as the first window that changed it found it, as that window left it)
         self._versions: dict[int, dict[int, tuple[Any, Any]]] = {}
         self._names: dict[int, str] = {}  # of pieces, which their traces keep alive
+        self._beginnings = Beginnings()
 
     def begin(self) -> None:
         """A batch begins; one that failed may have left something."""
         self._versions.clear()
+        self._beginnings.clear()
 
     @contextmanager
     def window(self, partition: Any, window: int, microbatch: int) -> Iterator[None]:
@@ -99,13 +105,21 @@ class GlueState:
         if not pieces:
             yield
             return
+        last = window == len(partition.windows) - 1
+        with self._beginnings.window(partition.carried, last), self._in_order(partition, window, microbatch):
+            yield
+
+    @contextmanager
+    def _in_order(self, partition: Any, window: int, microbatch: int) -> Iterator[None]:
+        pieces: Sequence[saved.Saved] = partition.trace.remembered
+        carried = {id(piece) for piece in partition.carried}
         mine = [w.number for w in partition.windows if self._stage in (None, w.stage)]
         versions = self._versions.setdefault(microbatch, {})
         # where other microbatches ran in between
         present = {k: pieces[k].take() for k in versions} if self._stage is not None else {}
         for k, (found, _) in versions.items():
             pieces[k].put(found)
-        before = {k: piece.take() for k, piece in enumerate(pieces) if k not in versions}
+        before = {k: x.take() for k, x in enumerate(pieces) if k not in versions and id(x) not in carried}
         last = window == len(partition.windows) - 1
         try:
             yield

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lightning_3d.errors import PipelineError, near
 from lightning_3d.pipeline.events import Event, Trace, Vid
+from lightning_3d.probe.saved import Saved
 
 _LINK = 10.0  # a byte between stages costs as much as so many in memory
 
@@ -32,7 +33,8 @@ class Partition:
             through the model several times.
         held: Per stage, the parameters its windows use.
         receives: Per window, the values it needs from each earlier window: {owner window: [values]}.
-        buffers: Registered buffers glue code changes -> the window that keeps them current.
+        buffers: Registered buffers (and tensors in attributes) glue code changes -> the window that keeps them current.
+        carried: State in which windows before the last leave values that the next step reads.
     """
 
     trace: Trace
@@ -40,6 +42,7 @@ class Partition:
     held: list[set[str]]
     receives: list[dict[int, list[Vid]]]
     buffers: dict[str, int] = field(default_factory=dict)
+    carried: list[Saved] = field(default_factory=list)
     _wanted: dict[int, dict[int, list[Vid]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -104,7 +107,7 @@ def make_partition(trace: Trace, windows: list[Window], stages: int | None = Non
         for w in runs_in:
             need[w] |= event.reads
             held[windows[w].stage] |= event.params
-    need[-1] |= trace.final_reads
+    need[-1] |= trace.last_reads
     receives = []
     for window in windows:
         owners: dict[int, list[Vid]] = {}
@@ -112,7 +115,8 @@ def make_partition(trace: Trace, windows: list[Window], stages: int | None = Non
             if window_of[vid[0]] < window.number:
                 owners.setdefault(window_of[vid[0]], []).append(vid)
         receives.append(dict(sorted(owners.items())))
-    return Partition(trace, windows, held, receives, _buffer_windows(trace, window_of, windows))
+    carried = [piece for piece, vids in trace.carried if any(window_of[n] < len(windows) - 1 for n, _ in vids)]
+    return Partition(trace, windows, held, receives, _buffer_windows(trace, window_of, windows), carried)
 
 
 def _buffer_windows(trace: Trace, window_of: list[int], windows: list[Window]) -> dict[str, int]:
@@ -174,23 +178,28 @@ def smallest_maximum(before: list[float], crossing: list[float], parts: int, tol
     return best[parts, end][2][1:]
 
 
-def stages_of_pieces(trace: Trace, owners: Sequence[int], stages: int | None = None) -> dict[str, tuple[int, ...]]:
+def stages_of_pieces(
+    trace: Trace, owners: Sequence[int], stages: int | None = None, follows: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, ...]]:
     """Parameter -> stages, for a step that calls its pieces several times: each piece once, by the cost of all calls.
 
     Pieces are dealt to the windows in the order of their first call; parameters of glue code go to the piece called
     before. What several pieces use (a tied embedding and head) is held by the stages of all of them.
 
+    `follows`: piece -> the one whose stage it gets, and whose cost it adds to.
+
     Raises:
         PipelineError: Fewer pieces than windows.
     """
-    names = list(dict.fromkeys(trace.call_names()))
+    follows = follows or {}
+    names = list(dict.fromkeys(name for name in trace.call_names() if name not in follows))
     if len(names) < len(owners):
         raise _too_few_pieces(trace, len(owners), stages or len(owners), len(names))
     costs = dict.fromkeys(names, 0.0)
     piece_of: dict[str, str] = {}
     current = names[0]
     for event in trace.events:
-        current = event.atom if event.kind == "atom" else current
+        current = follows.get(event.atom, event.atom) if event.kind == "atom" else current
         costs[current] += trace.cost(event)
         known = [piece_of[n] for n in sorted(event.params) if n in piece_of]
         for name in event.params:
@@ -201,7 +210,7 @@ def stages_of_pieces(trace: Trace, owners: Sequence[int], stages: int | None = N
     holders = {name: {stage_of[piece]} for name, piece in piece_of.items()}
     for _, event in trace.calls():
         for name in event.params:
-            holders[name].add(stage_of[event.atom])
+            holders[name].add(stage_of[follows.get(event.atom, event.atom)])
     return {name: tuple(sorted(stages)) for name, stages in holders.items()}
 
 

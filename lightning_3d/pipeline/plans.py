@@ -230,7 +230,10 @@ class Plans:
         for partition in sorted(known, key=lambda p: p is not before.get(shape)):
             # Python state is that of the whole batch: the first of its microbatches is followed to the end
             whole = shape not in before and (
-                partition.trace.looks_at_python or len(known) > 1 or partition.trace.python_state != state
+                partition.trace.looks_at_python
+                or len(known) > 1
+                or bool(partition.trace.carried)
+                or partition.trace.python_state != state
             )
             if follows(
                 self.program,

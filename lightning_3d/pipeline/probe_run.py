@@ -28,6 +28,7 @@ from lightning_3d.absence import function_name
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.atom_memory import AtomMemory, Remembered, content, key_of, place_of
+from lightning_3d.pipeline.carried import Left, check_is_of_this_step
 from lightning_3d.pipeline.describe import describe
 from lightning_3d.pipeline.events import Event, Leaf, NoCut, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.execution import TRAINING, trained_loss
@@ -44,7 +45,7 @@ from lightning_3d.pipeline.holders import (
 )
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_atom import NO_FAKE_RUN, AtomExecution, OperationWatch, is_fake, versions_of
-from lightning_3d.pipeline.probe_before import attributes_of, buffers_of, differ, shares_memory
+from lightning_3d.pipeline.probe_before import attributes_of, buffers_of, differ, kept_tensors, shares_memory
 from lightning_3d.pipeline.probe_net import check_transforms, converted, of_the_user
 from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, own_parameters
@@ -67,6 +68,7 @@ class TraceRun(Glue):
         memory: What equal atoms did in earlier traces.
         keep_arguments: Events keep what atoms are called with, so that they can be called again.
         around_atom: Entered around every atom that is tried.
+        left: What the step before has left; told what is read of it.
     """
 
     def __init__(
@@ -81,14 +83,15 @@ class TraceRun(Glue):
         memory: AtomMemory | None = None,
         keep_arguments: bool = False,
         around_atom: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        left: Left | None = None,
     ) -> None:
         super().__init__(module, atoms)
-        self._memory, self.keep_arguments, self._around_atom = memory, keep_arguments, around_atom
+        self._memory, self.keep_arguments, self._around_atom, self._left = memory, keep_arguments, around_atom, left
         self.trace, self.fakes, self.answers, self.seeds = trace, fakes, answers, seeds
         answers.refusal = PipelineError
         self.randomness, self.device = randomness, randomness.device
         self._in_region = False
-        self.buffers = {id(b): name for name, b in module.named_buffers()}
+        self.buffers = {id(x): name for name, x in kept_tensors(module).items()}
         self.fake_of: dict[Vid, Tensor] = {}
         self._aliases: dict[Any, list[weakref.ref[Phantom]]] = defaultdict(list)
         self._touched_inside: set[Vid] = set()
@@ -165,8 +168,11 @@ class TraceRun(Glue):
                 "answers, and with those a loop seems not to end. Use a fixed number of iterations, or put the loop "
                 "into the forward of one module."
             )
+        if self._left is not None:
+            self._left.note(leaves)
         for x in leaves:
             if isinstance(x, Phantom):
+                check_is_of_this_step(x, self, event, self.module, self.trace.step)
                 event.reads.add(x.vid)
                 stale = getattr(x, "stale", None)
                 if stale is not None:

@@ -27,6 +27,7 @@ from lightning_3d.pipeline.microbatch import split_with_sizes
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.planning import Split, along
 from lightning_3d.pipeline.plans import Plans
+from lightning_3d.pipeline.probe_before import kept_tensor
 from lightning_3d.pipeline.results import StepResult, collect
 from lightning_3d.pipeline.rng import Seeds, mix
 from lightning_3d.pipeline.routes import Routes
@@ -321,10 +322,10 @@ class PipelineRunner:
         return Spread(pieces, self.mesh.replica_control, self.mesh.device)
 
     def _spread_buffers(self, partitions: Sequence[Partition]) -> None:
-        """Buffers that glue code wrote: from the stage that ran the write to all others."""
+        """Buffers, and tensors in attributes, that glue code wrote into: from the stage that did to all others."""
         written = {name: p.windows[w].stage for p in partitions for name, w in p.buffers.items()}
         for name, stage in sorted(written.items()):
-            self.mesh.pipeline.broadcast(self.module.get_buffer(name), self.mesh.peer(stage))
+            self.mesh.pipeline.broadcast(kept_tensor(self.module, name), self.mesh.peer(stage))
 
     def reduce_shared(self) -> None:
         """Sum the gradients of parameters that several stages hold; once per optimizer step, before the dp reduction.

@@ -14,6 +14,7 @@ from lightning_3d.absence import function_name
 from lightning_3d.errors import DivergedError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.absent import is_absent
+from lightning_3d.pipeline.carried import replace_phantoms
 from lightning_3d.pipeline.entry import Arrivals, entry
 from lightning_3d.pipeline.events import MUTATED, Event, TensorMeta, Vid
 from lightning_3d.pipeline.glue import Glue, Unwind, replaced_forward
@@ -102,6 +103,8 @@ class StageRun(Glue):
             )
         if not self.last:
             return None
+        for piece, _ in self.trace.carried:
+            replace_phantoms(piece, piece.take(), lambda x: sharding.whole(self.value(x)).detach())
         if isinstance(out, Tensor):
             return sharding.whole(self._resolved(out))
         leaves, spec = tree_flatten(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,15 +17,19 @@ from torchmetrics import Metric
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.atom_memory import AtomMemory
+from lightning_3d.pipeline.carried import Left
 from lightning_3d.pipeline.compiled import Uncompiled
 from lightning_3d.pipeline.events import Trace
-from lightning_3d.pipeline.glue_state import Attributes
+from lightning_3d.pipeline.glue_state import Attributes, distinct
 from lightning_3d.pipeline.looks import Looks, open_modules, plain_state, watching
 from lightning_3d.pipeline.phantom import Phantom
 from lightning_3d.pipeline.probe_run import TraceRun
 from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.probe import Answers, FakeParameters, ModuleState, python_state, retry, saved
+from lightning_3d.probe.python_state import PythonState
 from lightning_3d.where import naming_the_line
+
+_log = logging.getLogger(__name__)
 
 _OPERATIONS_PER_BYTE = {"cpu": 10.0}
 _ON_ACCELERATORS = 100.0  # 100 to 300 TFLOP/s reached, 2 to 3 TB/s
@@ -74,13 +79,13 @@ def trace(
     opened = open_modules(module, atoms.values())
     plain = plain_state(opened)
 
-    in_atoms = memory.changes if memory is not None else set()
+    in_atoms, read = (memory.changes, memory.read_later) if memory is not None else (set(), set())
 
-    def once(around_atom: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Trace:
+    def once(around_atom: Callable[[], AbstractContextManager[Any]] = nullcontext, left: Left | None = None) -> Trace:
         looks.seen = False
 
         def run(answers: Answers) -> Trace:
-            more = (memory, keep_arguments, around_atom)
+            more = (memory, keep_arguments, around_atom, left)
             return _run(module, atoms, step, name, randomness, forward_context, seeds, more, answers)
 
         with watching(module, looks), naming_the_line(PipelineError):
@@ -104,6 +109,7 @@ def trace(
                 first.pieces = [*attributes.changed()]
                 contents.restore()
                 return first
+            left_first = Left(_changed(attributes, state, python, in_atoms), first, read)
             state.restore(_is_tracked)
             python.restore(_is_tracked)
             contents.restore()
@@ -113,8 +119,8 @@ def trace(
             state.restore()
             contents.restore()
             raise
-        changed = [piece for piece in python.changed() if saved.meaning(piece) not in in_atoms]
-        pieces = [*attributes.changed(), *attributes.without(changed), *state.changed_hooks()]
+        pieces = _changed(attributes, state, python, in_atoms)
+        left = Left(pieces, second, read)
         state.restore(_is_tracked)
         python.restore(_is_tracked)
         warm = not (contents.restore() or between.changed() or python.changed_since(deeper))
@@ -124,9 +130,36 @@ def trace(
             state.restore(modules={m for atom in atoms.values() for m in atom.modules()}, hooks=False)
         else:
             state.restore()
+        if left.vids:
+            _read_left(left, lambda: once(left=left), module, opened, python)
     found = second if warm else first
-    found.warm, found.pieces = warm, pieces
+    found.carried = left.carried(left if warm else left_first)
+    found.warm, found.pieces = warm, distinct([*pieces, *(piece for piece, _ in found.carried)])
     return found
+
+
+def _changed(
+    attributes: Attributes, state: ModuleState, python: PythonState, in_atoms: set[Hashable]
+) -> list[saved.Saved]:
+    """What glue code has changed."""
+    changed = [piece for piece in python.changed() if saved.meaning(piece) not in in_atoms]
+    return [*attributes.changed(), *attributes.without(changed), *state.changed_hooks()]
+
+
+def _read_left(
+    left: Left, once: Callable[[], Trace], module: nn.Module, opened: list[nn.Module], python: PythonState
+) -> None:
+    """Run the step as the next one will find its state, to see what it reads of that; all is put back."""
+    moment, state, contents = python.taken_down(), ModuleState(module), Contents(opened)
+    left.put()
+    try:
+        once()
+    except Exception:  # it has no values; what goes wrong in the next step with them says so itself
+        _log.debug("what the next step reads was followed up to an error", exc_info=True)
+    finally:
+        moment()
+        state.restore()
+        contents.restore()
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class Block(nn.Module):
             if self.state is not None:
                 x = x + 0.5 * self.state
             self.state = x.detach().mean(0)
+        elif self.remembers == "left":
+            self.last = x.detach()
         elif self.remembers == "global":
             CALLS.append(len(CALLS))
         elif self.remembers == "cached":
@@ -67,7 +69,9 @@ class Remembers(pl.LightningModule):
         self.register_buffer("bank", F.normalize(torch.arange(40.0).view(5, 8).sin(), dim=0))
         self.register_buffer("middle", torch.zeros(6))
         self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+        self.average = [torch.zeros(6, dtype=torch.float64)]
         self.seen: list[Tensor] = []
+        self.past: list[dict[str, Any]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = self.before(self, batch["x"])
@@ -158,6 +162,46 @@ def decays(module: Any, h: Tensor) -> Tensor:
     return h - module.middle
 
 
+def goes_on_in_the_middle(module: Any, h: Tensor) -> Tensor:
+    h = h if module.held is None else h + 0.3 * module.held
+    module.held = h.detach()
+    return h
+
+
+def averages(module: Any, h: Tensor) -> Tensor:
+    """A plain attribute: None, then a new tensor in every step."""
+    mean = h.detach().mean(0)
+    module.held = mean if module.held is None else 0.9 * module.held + 0.1 * mean
+    return h - module.held
+
+
+def averages_in_place(module: Any, h: Tensor) -> Tensor:
+    """Not registered as a buffer."""
+    module.average[0].mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return h - module.average[0]
+
+
+def lists(module: Any, h: Tensor) -> Tensor:
+    for before in module.past[-2:]:
+        h = h + 0.1 * before["h"]
+    module.past.append({"h": h.detach(), "count": len(module.past)})
+    return h
+
+
+def keeps_hidden(module: Any, h: Tensor) -> Tensor:
+    module.held = h.detach().mean(0)
+    return h
+
+
+def uses_hidden(module: Any, x: Tensor) -> Tensor:
+    return x if module.held is None else x + module.held.sum()
+
+
+def uses_what_a_block_left(module: Any, x: Tensor) -> Tensor:
+    last = getattr(module.blocks[1], "last", None)
+    return x if last is None else x + last.mean(-1, keepdim=True)
+
+
 # -- after the loss
 def counts_at_end(module: Any, x: Tensor, loss: Tensor) -> None:
     module.count += 1
@@ -192,6 +236,12 @@ KINDS: dict[str, Callable[[], Remembers]] = {
     "stateful": lambda: Remembers(goes_on, keeps_loss),
     "memory bank": lambda: Remembers(None, contrasts),
     "mean in the middle": lambda: Remembers(behind=decays),
+    "hidden of the batch before": lambda: Remembers(behind=goes_on_in_the_middle),
+    "mean assigned in the middle": lambda: Remembers(behind=averages),
+    "mean in an attribute": lambda: Remembers(behind=averages_in_place),
+    "list of hidden": lambda: Remembers(behind=lists),
+    "from the middle to the start": lambda: Remembers(uses_hidden, behind=keeps_hidden),
+    "what a block left": lambda: Remembers(uses_what_a_block_left, blocks="left"),
     "block counts": lambda: Remembers(blocks="counter"),
     "block has state": lambda: Remembers(blocks="state"),
     "block notes calls": lambda: Remembers(blocks="global"),
