@@ -55,6 +55,14 @@ _STATE_SETTERS = {
     "clear_autocast_cache",
     "set_autocast_cache_enabled",
 }
+KEEP_TOGETHER = (
+    "Code in hooks and callbacks can combine parameters of one stage only (averages of a model beside it, momentum "
+    "encoders). A copy that is not trained is put on the stages of its original if both are attributes of one module "
+    "(self.model, self.ema_model), of one class and with the same shapes, or if it has the same values at the start "
+    "(copy.deepcopy), unless pipeline_split names a part of it. Keep the copy so, or use "
+    "pipeline_parallel_size=1: tensor and data parallelism work."
+)
+
 _known: dict[Any, bool] = {}
 
 
@@ -119,7 +127,5 @@ def check_have_values(named: Mapping[str, Tensor]) -> None:
         if memory is not None and not memory.expired():
             raise PipelineError(
                 f"parameter {name!r} was given data (name.data = ...) computed from parameter {source!r}, which only "
-                "other stages of the pipeline hold; here that has no values. Code in hooks and callbacks can combine "
-                "parameters of one stage only (averages of a model beside it, momentum encoders). Keep both in one "
-                "stage, or use pipeline_parallel_size=1: tensor and data parallelism work."
+                f"other stages of the pipeline hold; here that has no values. {KEEP_TOGETHER}"
             )

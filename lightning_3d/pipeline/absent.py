@@ -6,6 +6,7 @@ which may be written back into absent parameters; whatever would take a value ou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_3d.absence import function_name, is_passive, nothing, remember
+from lightning_3d.absence import KEEP_TOGETHER, function_name, is_passive, nothing, remember
 from lightning_3d.errors import PipelineError
 
 _BOOKKEEPING: set[Any] = {torch._has_compatible_shallow_copy_type, Tensor.data_ptr, Tensor.untyped_storage}
@@ -21,6 +22,25 @@ _CONVERSIONS: set[Any] = {
     getattr(Tensor, name)
     for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
 }
+_ARITHMETIC: set[Any] = {
+    getattr(space, name)
+    for space in (torch, Tensor)
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "lerp",
+        "addcmul",
+        "neg",
+        "__rmul__",
+        "__rsub__",
+        "zeros_like",
+        "empty_like",
+    )
+    if hasattr(space, name)
+}
+"""What averages of weights are made of."""
 _IN_PLACE = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__")
 
 
@@ -54,8 +74,13 @@ class AbsentParameter(nn.Parameter):
                 return args[0] is args[1]
             if func in _CONVERSIONS and isinstance(args[0], AbsentParameter):
                 return AbsentValue.of(args[0], _convert(func, args, kwargs))
+        if func is Tensor.detach and sys._getframe(1).f_code is not nn.Module._save_to_state_dict.__code__:
+            return _value_of(args[0])
+        if not torch.is_grad_enabled() and (func in _ARITHMETIC or _writes(name) or name.startswith("_foreach_")):
+            out = func(*tree_map(_value_of, args), **tree_map(_value_of, kwargs))
+            return args[0] if _writes(name) else out
         absent = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, AbsentParameter))
-        raise _refused("state_dict() or detach()" if func is Tensor.detach else function_name(func), absent)
+        raise _refused("state_dict()" if func is Tensor.detach else function_name(func), absent)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -93,10 +118,11 @@ class AbsentValue(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         origin = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, AbsentValue)).origin
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if in_place and name != "requires_grad_":
+        if name.startswith("_foreach_"):
+            return _foreach(func, args, kwargs)
+        if _writes(name):
             if not isinstance(args[0], AbsentValue):
-                raise _refused(f"writing into another tensor ({function_name(func)})", origin)
+                raise _not_together(func, args[0], origin)
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
@@ -113,11 +139,50 @@ class AbsentValue(Tensor):
         raise _refused("pickling (torch.save)", self.origin)
 
 
-def _refused(what: str, absent: AbsentParameter) -> PipelineError:
-    held = f"stage {absent.stages[0]}" if len(absent.stages) == 1 else f"stages {list(absent.stages)}"
+def _value_of(x: Any) -> Any:
+    if not isinstance(x, AbsentParameter):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return AbsentValue.of(x, x.data)
+
+
+def _writes(name: str) -> bool:
+    return name != "requires_grad_" and (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")))
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation on lists: done for the places that have values."""
+    tensors = list(args[0])
+    lists = [x for x in args if isinstance(x, (list, tuple)) and len(x) == len(tensors)]
+    absent = [next((x[i] for x in lists if isinstance(x[i], AbsentValue)), None) for i in range(len(tensors))]
+    writes = _writes(func.__name__)
+    for x, value in zip(tensors, absent, strict=True):
+        if writes and value is not None and not isinstance(x, AbsentValue):
+            raise _not_together(func, x, value.origin)
+    here = [i for i, value in enumerate(absent) if value is None]
+    chosen = [[x[i] for i in here] if any(x is known for known in lists) else x for x in args]
+    done = dict(zip(here, func(*chosen, **kwargs) or [], strict=not writes)) if here else {}
+    if writes:
+        return args[0]
+    return [done[i] if x is None else AbsentValue.of(x.origin, x) for i, x in enumerate(absent)]
+
+
+def _not_together(func: Any, written: Any, origin: AbsentParameter) -> PipelineError:
+    name = getattr(written, "parameter_name", "another tensor")
     return PipelineError(
-        f"{what} on parameter {absent.parameter_name!r}, which only {held} of the pipeline holds; here it has a shape "
-        "and no values. Only the step methods run in all stages: other code in hooks and callbacks must skip "
+        f"{function_name(func)} writes into {name}, which this stage of the pipeline has, a value computed from "
+        f"parameter {origin.parameter_name!r}, which only {_held(origin)} holds. {KEEP_TOGETHER}"
+    )
+
+
+def _held(absent: AbsentParameter) -> str:
+    return f"stage {absent.stages[0]}" if len(absent.stages) == 1 else f"stages {list(absent.stages)}"
+
+
+def _refused(what: str, absent: AbsentParameter) -> PipelineError:
+    return PipelineError(
+        f"{what} on parameter {absent.parameter_name!r}, which only {_held(absent)} of the pipeline holds; here it has "
+        "a shape and no values. Only the step methods run in all stages: other code in hooks and callbacks must skip "
         "parameters with `.is_absent`, or run where they are held. To save the model use "
         "trainer.save_checkpoint(path) on all ranks, and `lightning-3d checkpoint export` for one plain file; to look "
         "at all of it, or to use it after training, call trainer.strategy.whole_state_dict() on all ranks."

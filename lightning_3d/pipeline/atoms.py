@@ -35,6 +35,7 @@ def find_atoms(
     """
     total = max(_parameter_count(module), 1)
     atoms: dict[int, tuple[str, nn.Module]] = {}
+    seen: set[int] = set()
 
     def visit(name: str, current: nn.Module, in_chain: bool) -> None:
         count = _parameter_count(current)
@@ -42,11 +43,14 @@ def find_atoms(
         fine = count * _GRANULARITY * stages <= total or (in_chain and count * stages <= 1.5 * total)
         if current is not module:
             stop = name in closed or _is_leaf(current, children)
-            fine = fine and name not in opened
+            fine = fine and name not in opened and id(current) not in seen
             if stop or (fine and not isinstance(current, (nn.ModuleList, nn.ModuleDict))):
                 if count:
                     atoms.setdefault(id(current), (name, current))
                 return
+        if id(current) in seen:  # registered twice (self.encoder, self.online.encoder): opened under its first name
+            return
+        seen.add(id(current))
         chain = isinstance(current, _CONTAINERS) and len(children) >= max(2, stages // 2)
         for key, child in children:
             visit(f"{name}.{key}" if name else key, child, chain)

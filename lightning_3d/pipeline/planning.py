@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from lightning_3d.pipeline.atoms import atoms_for_split, check_split_names, find_atoms, used_by_methods
+from lightning_3d.pipeline.copies import apart, coarse_copies, copies_in, follow_originals
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.partition import (
     Held,
@@ -61,7 +62,7 @@ def make_plan(
         names = list(split)
         check_split_names(names, module, len(owners), stages)
         atoms, trace, _ = _traced(module, partial(atoms_for_split, module, len(owners), names), tracer)
-        return _placed(module, atoms, trace, named_starts(trace, names), stages, owners)
+        return _placed(module, atoms, trace, named_starts(trace, names), stages, owners, names)
     atoms, trace, opened = _traced(module, partial(find_atoms, module, len(owners)), tracer)
     block = _repeated_block(module, trace, len(owners))
     if block is not None:
@@ -76,12 +77,12 @@ def make_plan(
 def _traced(
     module: nn.Module, find: Callable[..., dict[str, nn.Module]], tracer: Callable[[Mapping[str, nn.Module]], Trace]
 ) -> tuple[dict[str, nn.Module], Trace, list[str]]:
-    """The atoms, their trace, and what had to be opened since the step calls its methods, not the module."""
+    """The atoms, their trace, and what had to be opened: the step calls its methods, or its original is opened."""
     opened: list[str] = []
     while True:
         atoms = find(opened=opened)
         trace = tracer(atoms)
-        more = used_by_methods(module, atoms, trace)
+        more = used_by_methods(module, atoms, trace) or coarse_copies(trace, copies_in(module, trace))
         if not more:
             return atoms, trace, opened
         opened += more
@@ -94,17 +95,26 @@ def _placed(
     starts: list[int],
     stages: int,
     owners: tuple[int, ...],
+    named: Sequence[str] = (),
 ) -> Plan:
     partition = make_partition(trace, windows_from_starts(trace, starts, owners), stages)
     calls = [n for n, _ in trace.calls()]
     names: tuple[str, ...] = tuple(trace.call_names())
     ordinals: tuple[int, ...] = tuple(0 if start == 0 else calls.index(start) for start in starts)
+    copies = copies_in(module, trace)
+    placed: Mapping[str, tuple[int, ...]] | None = None
     if _walks_again(partition):
+        placed = stages_of_pieces(trace, owners, stages)
+    beside = _beside_originals(trace, partition, placed, copies, owners, named)
+    if beside is not None:
+        placed = beside
+    if placed is not None:
         # every piece to one stage, and the walk goes round as often as the step does
         names, ordinals = (), ()
-        placed = stages_of_pieces(trace, owners, stages)
         partition = make_partition(trace, owned_windows(trace, Held(stages, placed, owners=owners)), stages)
     held = [set(found) for found in partition.held]
+    for mine in held:
+        mine.update(copy for copy, original in copies.items() if original in mine and not any(copy in x for x in held))
     by_id = {id(p): n for n, p in module.named_parameters()}
     place_unused(trace, held, [(n, [by_id[id(p)] for p in m.parameters()]) for n, m in atoms.items()])
     holders = {n: tuple(s for s in range(stages) if n in held[s]) for n in trace.sizes}
@@ -155,6 +165,40 @@ def along(partitions: Sequence[Partition], owners: Sequence[int]) -> tuple[list[
         assert windows is not None
         out.append(p if windows == p.windows else make_partition(p.trace, windows, p.stages))
     return out, common
+
+
+def _beside_originals(
+    trace: Trace,
+    partition: Partition,
+    placed: Mapping[str, tuple[int, ...]] | None,
+    copies: Mapping[str, str],
+    owners: Sequence[int],
+    named: Sequence[str],
+) -> dict[str, tuple[int, ...]] | None:
+    """A placement that has copies of weights, which the step uses, with their originals; None: they are, or cannot be.
+
+    Where the user named the parts, those decide where the originals are; a name inside a copy decides for copies, too.
+    """
+    used = {copy: original for copy, original in copies.items() if any(copy in held for held in partition.held)}
+    by_the_user = any(copy.startswith(name + ".") for copy in used for name in named)
+    if by_the_user or (placed is None and not apart(partition.held, used)):
+        return None
+    if placed is None and named:
+        stages = range(partition.stages)
+        placed = {n: tuple(s for s in stages if n in partition.held[s]) for n in trace.params_used()}
+    elif len(set(trace.call_names())) - len(_pieces_of(trace, used)) >= len(owners):
+        placed = stages_of_pieces(trace, owners, partition.stages, _pieces_of(trace, used))
+    return None if placed is None else follow_originals(trace, placed, used)
+
+
+def _pieces_of(trace: Trace, copies: Mapping[str, str]) -> dict[str, str]:
+    """Piece of which all parameters are copies -> the piece of the originals."""
+    of = {name: event.atom for _, event in reversed(trace.calls()) for name in event.params}
+    found = {}
+    for _, event in trace.calls():
+        if event.params and event.params <= copies.keys():
+            found[event.atom] = next((of[o] for o in map(copies.get, sorted(event.params)) if o in of), event.atom)
+    return {copy: original for copy, original in found.items() if copy != original}
 
 
 def _walks_again(partition: Partition) -> bool:

@@ -25,7 +25,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "Adversary": [sizes(zero_stage=0), *STAGES, ON_HOST],
     "SumOfBackwards": [sizes(zero_stage=0), *STAGES, ON_HOST],
     "OwnGradients": [sizes(zero_stage=0), *STAGES, sizes(2)],
-    "MomentumEncoder": [STAGES[0], ON_HOST, sizes(2)],
+    "MomentumEncoder": [STAGES[0], ON_HOST, sizes(2), PIPELINE, {**PIPELINE, "pipeline_split": ["net.9"]}],
+    "AverageOfTwo": [STAGES[0], PIPELINE, {**PIPELINE, "pipeline_schedule": "zb_v"}],
 }
 
 
@@ -47,7 +48,11 @@ def test_equal_to_one_process() -> None:
         ("OwnBackward", STAGES[0], r"SGD stepped with gradients of 'net.*self.manual_backward\(loss\)"),
         ("OwnBackward", sizes(zero_stage=0), r"SGD stepped with gradients of 'net.*self.manual_backward\(loss\)"),
         ("TwoBackwards", STAGES[0], r"runs two backwards \(add the losses, and run one\)"),
-        ("MomentumEncoder", PIPELINE, r"'teacher.*' was given data .* computed from parameter 'net.*pipeline_paral"),
+        (
+            "MomentumEncoder",
+            {**PIPELINE, "pipeline_split": ["teacher.0"]},
+            r"'teacher.*' was given data .* from parameter 'net.*copy\.deepcopy.*unless pipeline_split names",
+        ),
         ("MomentumEncoder", STAGES[2], r"'teacher.*' outside of a step.*whole_parameters"),
     ],
 )

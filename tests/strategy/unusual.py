@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests import models
 from tests.strategy.cases import trainer_for
@@ -148,7 +149,7 @@ class WithClosure(Validated):
 
 
 class MomentumEncoder(Validated):
-    """A frozen copy follows the model, as MoCo and BYOL have it; with a pipeline it is on other stages."""
+    """A frozen copy follows the model, as MoCo and BYOL have it; with a pipeline it is on the stages of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +162,30 @@ class MomentumEncoder(Validated):
     def on_train_batch_end(self, *_: Any) -> None:
         for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
             own.data = own.data * 0.9 + other.data * 0.1
+
+
+class AverageOfTwo(Validated):
+    """torch's average of a module that is registered twice, used in front of the model, and updated in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.ModuleDict({"net": self.net, "head": nn.Linear(5, 5)})
+        self.average = AveragedModel(self.both, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        self.frozen = copy.deepcopy(self.both["head"]).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, average = batch["x"], self.average.module
+        with torch.no_grad():
+            target = average["head"](average["net"](x * 1.1))
+        logits = self.both["head"](self.net(x))
+        return F.mse_loss(logits, target + self.frozen(target)) + F.cross_entropy(logits, batch["y"])
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.average.update_parameters(self.both)
+        with torch.no_grad():
+            for own, other in zip(self.frozen.parameters(), self.both["head"].parameters(), strict=True):
+                own.lerp_(other, 0.3)
 
 
 class OwnGradients(ByHand):
@@ -228,6 +253,7 @@ KINDS = {
         ZeroesInPlace,
         WithClosure,
         MomentumEncoder,
+        AverageOfTwo,
         OwnGradients,
         Adversary,
         SumOfBackwards,
