@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("--loop", default="train", help="train, validate, ...")
     timeline.add_argument("--picture", type=Path, help="also draw to this .png or .svg")
     timeline.add_argument("--chrome", type=Path, help="also write all steps for a trace viewer (Perfetto)")
-    timeline.add_argument("--width", type=int, default=100, help="columns of the text")
+    timeline.add_argument("--width", type=int, help="columns of the text (default: 100, or the terminal's if fewer)")
     timeline.set_defaults(run=_timeline)
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,8 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.observe.pieces import WindowPieces
 from lightning_3d.observe.tables import ranges_text
 from lightning_3d.observe.trace import COMPUTE, RankTrace, Span
+
+_WIDTH, _NARROWEST = 100, 20
 
 _FILL = {"F": "-", "B": "=", "I": "=", "W": "+"}
 _SAYS = {"F": "F forward", "B": "B backward", "I": "I gradient of inputs", "W": "W gradient of weights"}
@@ -119,17 +122,23 @@ def _merge(traces: Sequence[RankTrace], step: int, loop: str) -> Timeline:
     return Timeline(step, tuple(lanes), end - start, traces[0].layout, traces[0].windows)
 
 
-def ascii_timeline(timeline: Timeline, width: int = 100) -> str:
+def ascii_timeline(timeline: Timeline, width: int | None = None) -> str:
     """Draw a step in characters, one line per rank; it fits `width` columns and needs no colour.
+
+    Default: 100 columns, which show the numbers of 8 microbatches on 4 stages, or those of a narrower terminal.
 
     `F3--` is the forward of microbatch 3, `B3==` its backward (`I`, `W`: the two halves), dots are idle time. Small
     letters are every second window of a rank.
     """
     labels = [f"stage {lane.stage} rank {lane.rank}" for lane in timeline.lanes]
     pad = max(map(len, labels))
+    if width is None:
+        width = max(min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns), pad + 3 + _NARROWEST)
     columns = width - pad - 3
-    if columns < 20:
-        raise ConfigurationError(f"width is {width}; a timeline with labels of {pad} characters needs {pad + 23}.")
+    if columns < _NARROWEST:
+        raise ConfigurationError(
+            f"width is {width}; a timeline with labels of {pad} characters needs {pad + 3 + _NARROWEST}."
+        )
     rows = [_row(lane, timeline.seconds, columns) for lane in timeline.lanes]
     lines = [f"{label:<{pad}} |{row}|" for label, row in zip(labels, rows, strict=True)]
     scale = f"0 ms{f'{1000 * timeline.seconds:.0f} ms':>{columns - 4}}"

@@ -165,7 +165,7 @@ def test_an_incomplete_trace_cannot_be_replayed() -> None:
 
 
 def test_ascii_shows_every_action_in_100_columns() -> None:
-    text = ascii_timeline(timeline_of(traces(4, 8)))
+    text = ascii_timeline(timeline_of(traces(4, 8)), width=100)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     assert text.isascii()
@@ -175,6 +175,14 @@ def test_ascii_shows_every_action_in_100_columns() -> None:
     assert lines[0].split("|")[1].startswith("F0")
     assert lines[3].split("|")[1].startswith(".....")
     assert "backward" in lines[-1]
+
+
+@pytest.mark.parametrize(("terminal", "widest"), [(80, 80), (300, 100), (10, 37)])
+def test_ascii_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, terminal: int, widest: int) -> None:
+    """A line that is wrapped is no picture; on a very narrow one something is drawn, too."""
+    monkeypatch.setenv("COLUMNS", str(terminal))
+    lines = ascii_timeline(timeline_of(traces(4, 8))).splitlines()
+    assert max(map(len, lines)) == widest
 
 
 def test_ascii_refuses_a_width_that_shows_nothing() -> None:
