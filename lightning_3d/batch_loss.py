@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.pipeline.microbatch import split_with_sizes
-from lightning_3d.probe import call_step
+from lightning_3d.probe import try_step
 from lightning_3d.proof import is_small
 from lightning_3d.tensor.exact import Exactly, experiment
 from lightning_3d.tensor.replica import exact_copy, redraw
@@ -115,7 +115,7 @@ def compare_first_batch(module: nn.Module, batch: Any, count: int) -> str | None
 def _loss(model: nn.Module, batch: Any, seed: int) -> Tensor | None:
     """The loss of one number, or None; the step may do with its batch what it likes."""
     torch.manual_seed(seed)
-    output = call_step(model, "training_step", copy.deepcopy(batch), 0)
+    output = try_step(model, "training_step", copy.deepcopy(batch), 0)
     if output is None:
         return None
     loss = loss_of(output)

@@ -27,7 +27,7 @@ from lightning_3d.observe import TraceRecorder, windows_of
 from lightning_3d.observe.device import DeviceClock
 from lightning_3d.pipeline import Partition, PipelineRunner
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
-from lightning_3d.probe import agree, call_step, metrics_alone
+from lightning_3d.probe import agree, metrics_alone, try_step
 from lightning_3d.proof import prove
 from lightning_3d.recompute import Recompute
 from lightning_3d.settings import Settings
@@ -129,7 +129,7 @@ class Construction:
     def _cut_tensors(self, step_name: str, batch: Any) -> None:
         def step_on(module: nn.Module, batch: Any) -> Any:
             with self.settings.forward_context():
-                return call_step(module, step_name, batch, 0)
+                return try_step(module, step_name, batch, 0)
 
         overrides = self.settings.tensor_parallel_plan
         self.tensor_plan = plan_tensor_parallel(

@@ -22,7 +22,7 @@ from lightning_3d.explain import describe_plan, stages_of
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline import Simulation, simulate
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
-from lightning_3d.probe import call_step, intercept_functions
+from lightning_3d.probe import intercept_functions, try_step
 from lightning_3d.proof import LARGEST_RUN, is_small, prove_plan
 from lightning_3d.tensor import (
     OperationReport,
@@ -226,7 +226,7 @@ def _step(batch: Any) -> Callable[[nn.Module], Any]:
 
 
 def _step_on(module: nn.Module, batch: Any) -> Any:
-    return call_step(module, "training_step", batch, 0)
+    return try_step(module, "training_step", batch, 0)
 
 
 def _through_stages(

@@ -25,7 +25,7 @@ from lightning_3d.pipeline.path import follows
 from lightning_3d.pipeline.planning import Split, cut, make_plan
 from lightning_3d.pipeline.rng import Randomness, Seeds
 from lightning_3d.pipeline.trace import trace, without_inference_tensors
-from lightning_3d.probe import agree, call_step, own_generators, probe_arguments
+from lightning_3d.probe import agree, own_generators, probe_arguments, try_step
 
 _SIGNATURES_KEPT = 256
 _PATHS_KEPT = 8
@@ -177,7 +177,7 @@ class Plans:
         return trace(
             self.module,
             atoms,
-            lambda: call_step(self.module, step_name, *arguments),
+            lambda: try_step(self.module, step_name, *arguments),
             self._tensor_group,
             name=step_name,
             randomness=self._randomness,
@@ -238,7 +238,7 @@ class Plans:
             if follows(
                 self.program,
                 partition.trace,
-                lambda: call_step(self.module, step_name, microbatch, *args),
+                lambda: try_step(self.module, step_name, microbatch, *args),
                 seeds,
                 whole=whole,
             ):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.pipeline import batch_size, find_atoms
-from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, call_step, retry
+from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, retry, try_step
 from lightning_3d.tensor.untouched import quiet_failures, untouched
 
 _CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda packed: packed))
             stack.enter_context(_Reads(self.answers))
             stack.enter_context(self)
-            call_step(self.module, "training_step", batch, 0)
+            try_step(self.module, "training_step", batch, 0)
         pieces = [piece for piece in self.pieces if piece.parameters or piece.products or piece.moved]
         if not pieces:
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from lightning_3d.planner.module_probe import Product, Recorded, record, tokens_
 from lightning_3d.planner.step_time import Run, windows_of
 from lightning_3d.planner.traffic import StageTraffic, data_bytes, message_bytes, tensor_bytes
 from lightning_3d.planner.work import Matmul, Params, Setting, Work, share
-from lightning_3d.probe import call_step
+from lightning_3d.probe import try_step
 from lightning_3d.tensor import TensorPlan, plan_tensor_parallel
 
 _ENOUGH = 0.9
@@ -184,7 +184,7 @@ def chain_of_module(
 
     def plan_for(tp: int) -> TensorPlan:
         def step(m: nn.Module) -> Any:
-            return call_step(m, "training_step", batch, 0)
+            return try_step(m, "training_step", batch, 0)
 
         return plan_tensor_parallel(module, step, tp, overrides=overrides, strict=strict)
 

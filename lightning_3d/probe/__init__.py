@@ -1,6 +1,7 @@
 """WHAT does one step do?  Run the user's step once, with fake parameters and real batch values; leave no trace."""
 
 from lightning_3d.probe.agree import agree
+from lightning_3d.probe.alone import is_tried_alone, tried_alone
 from lightning_3d.probe.content import Content, Unknown
 from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
@@ -16,6 +17,7 @@ from lightning_3d.probe.step import (
     own_parameters,
     parameters_shown,
     probe_arguments,
+    try_step,
 )
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "call_step",
     "common_state",
     "intercept_functions",
+    "is_tried_alone",
     "metrics_alone",
     "own_generators",
     "own_named_parameters",
@@ -40,4 +43,6 @@ __all__ = [
     "python_state",
     "retry",
     "shorter_batches",
+    "tried_alone",
+    "try_step",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_3d.probe.alone import tried_alone
 from lightning_3d.probe.shared_patch import SharedPatch
 
 
@@ -26,6 +27,12 @@ def call_step(module: nn.Module, step_name: str, *args: Any) -> Any:
     step = getattr(module, step_name)
     with parameters_as_read():
         return step(*args[: count_arguments(step, len(args))])
+
+
+def try_step(module: nn.Module, step_name: str, *args: Any) -> Any:
+    """As `call_step`, to find something out about the step. Other ranks may try it at another time, or not at all."""
+    with tried_alone():
+        return call_step(module, step_name, *args)
 
 
 def count_arguments(step: Callable[..., Any], available: int) -> int:

@@ -15,6 +15,7 @@ preload("tests.models", "tests.strategy.unusual")
 SMALL = {"bucket_size_mb": 0.002}
 STAGES = [sizes(zero_stage=stage, **SMALL) for stage in (1, 2, 3)]
 ON_HOST, PIPELINE = sizes(offload_optimizer=True, **SMALL), sizes(1, 2, num_microbatches=2)
+UNCUT = sizes(1, 2, num_microbatches=1)
 CASES: dict[str, list[dict[str, Any]]] = {
     "InTwoOptimizers": [*STAGES, ON_HOST],
     "WithoutSync": STAGES[1:],
@@ -27,6 +28,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "OwnGradients": [sizes(zero_stage=0), *STAGES, sizes(2)],
     "MomentumEncoder": [STAGES[0], ON_HOST, sizes(2), PIPELINE, {**PIPELINE, "pipeline_split": ["net.9"]}],
     "AverageOfTwo": [STAGES[0], PIPELINE, {**PIPELINE, "pipeline_schedule": "zb_v"}],
+    "Contrastive": [STAGES[0], STAGES[2], sizes(2), UNCUT],
+    "OnGraphs": [UNCUT],
+    "KnownByHooks": [sizes(2)],
 }
 
 
@@ -52,6 +56,11 @@ def test_equal_to_one_process() -> None:
             "MomentumEncoder",
             {**PIPELINE, "pipeline_split": ["teacher.0"]},
             r"'teacher.*' was given data .* from parameter 'net.*copy\.deepcopy.*unless pipeline_split names",
+        ),
+        (
+            "OwnCollective",
+            sizes(2),
+            r"torch.distributed itself \(allgather\), in .*unusual.*self.all_gather",
         ),
         ("MomentumEncoder", STAGES[2], r"'teacher.*' outside of a step.*whole_parameters"),
     ],

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -243,6 +244,78 @@ class TwoBackwards(Validated):
         loss.backward()
 
 
+class Contrastive(Validated):
+    """Its samples are compared with those of all replicas; a scale stays within its limits (as CLIP has it)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.4))
+
+    def loss(self, batch: Any) -> Tensor:
+        out = F.normalize(self.net(batch["x"]), dim=-1)
+        everybody = self.all_gather(out, sync_grads=True).reshape(-1, 5)
+        labels = self.all_gather(batch["y"]).flatten()
+        right = (everybody.argmax(-1) == labels).double().mean()
+        strategy = self.trainer.strategy
+        shared = strategy.reduce(right) + strategy.reduce(out.detach().sum(), reduce_op="sum") / len(labels)
+        strategy.barrier()
+        kept = strategy.reduce_boolean_decision(True) and strategy.broadcast(True)
+        likeness = everybody @ everybody.T * self.scale.exp()
+        alike = F.normalize((labels[:, None] == labels).double(), p=1, dim=1)
+        return F.cross_entropy(likeness, alike) * (1 + 0.1 * shared) + (0.0 if kept else 1.0)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.scale.clamp_(0.0, 0.41)
+
+
+class Graph:
+    """Nodes of all samples in one tensor: nothing can be cut off."""
+
+    def __init__(self, nodes: Tensor, sample: Tensor, y: Tensor) -> None:
+        self.nodes, self.sample, self.y = nodes, sample, y
+
+    def to(self, device: Any) -> Graph:
+        return Graph(self.nodes.to(device), self.sample.to(device), self.y.to(device))
+
+
+class OnGraphs(Validated):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Graph:
+        sizes = 1 + batch["y"] % 3  # another number of nodes in every batch
+        sample = torch.arange(len(sizes)).repeat_interleave(sizes)
+        return Graph(batch["x"][sample] * torch.arange(1, len(sample) + 1)[:, None] / 5, sample, batch["y"])
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self.net(batch.nodes)
+        return F.cross_entropy(out.new_zeros(len(batch.y), 5).index_add(0, batch.sample, out), batch.y)
+
+    def log(self, *args: Any, **options: Any) -> None:
+        super().log(*args, **options, batch_size=8)  # which Lightning cannot tell
+
+
+class KnownByHooks(Validated):
+    """Hooks keep what layers gave, in the module that made them: a copy's hooks, too, know that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, Tensor] = {}
+        for number in (4, 8):
+            self.net[number].register_forward_hook(lambda _, args, out, n=number: self.seen.update({n: out}))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.seen.clear()
+        return super().loss(batch) + self.seen[4].square().mean() + self.seen[8].abs().mean()
+
+
+class OwnCollective(Validated):
+    def loss(self, batch: Any) -> Tensor:
+        out = self.net(batch["x"])
+        if dist.is_initialized():
+            everybody = [torch.empty_like(out) for _ in range(dist.get_world_size())]
+            dist.all_gather(everybody, out.detach())
+        return F.cross_entropy(out, batch["y"])
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
@@ -259,6 +332,10 @@ KINDS = {
         SumOfBackwards,
         OwnBackward,
         TwoBackwards,
+        Contrastive,
+        OnGraphs,
+        KnownByHooks,
+        OwnCollective,
     )
 }
 
