@@ -44,6 +44,11 @@ _ARITHMETIC: set[Any] = {
 _IN_PLACE = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__")
 
 
+_NEEDS_MORE = ("requires_grad_", "share_memory_", "set_", "resize_", "resize_as_", "swap_")
+_RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
+"""These would leave the random generators of the stages at different places."""
+
+
 class AbsentParameter(nn.Parameter):
     """A parameter that only other stages hold: `requires_grad`, the global shape, names and groups work; data does not.
 
@@ -70,6 +75,8 @@ class AbsentParameter(nn.Parameter):
                 return func(*tree_map(_plain, args), **kwargs)
             if _is_data_getter(func):
                 return AbsentValue.of(args[0], func(*args, **kwargs))
+            if isinstance(args[0], AbsentParameter) and _writes(name):
+                return args[0]  # a constraint on weights (clamp_, mul_): the stages that hold it do that
             if func is torch.equal:  # finetuning callbacks look a parameter up with it
                 return args[0] is args[1]
             if func in _CONVERSIONS and isinstance(args[0], AbsentParameter):
@@ -120,7 +127,7 @@ class AbsentValue(Tensor):
         origin = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, AbsentValue)).origin
         if name.startswith("_foreach_"):
             return _foreach(func, args, kwargs)
-        if _writes(name):
+        if _in_place(name) and name != "requires_grad_":
             if not isinstance(args[0], AbsentValue):
                 raise _not_together(func, args[0], origin)
             return args[0]
@@ -147,7 +154,12 @@ def _value_of(x: Any) -> Any:
 
 
 def _writes(name: str) -> bool:
-    return name != "requires_grad_" and (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")))
+    """Whether the torch function of this name changes its first argument's values in place, the same way everywhere."""
+    return _in_place(name) and name not in _NEEDS_MORE and name not in _RANDOM
+
+
+def _in_place(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

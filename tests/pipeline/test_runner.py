@@ -220,6 +220,12 @@ def _absent() -> None:
             torch.save(part, io.BytesIO())
     absent.data = absent.data * 0.5
     absent.data.clamp_(-1, 1)
+    with torch.no_grad():
+        assert absent.clamp_(-1, 1) is absent
+        absent *= 0.9
+        for write in (absent.normal_, lambda: absent.resize_(1), lambda: torch.zeros(absent.shape).copy_(absent)):
+            with pytest.raises(PipelineError, match=name):
+                write()
     assert absent.untyped_storage().nbytes() == 8
     module.float()
     assert is_absent(module.get_parameter(name))
