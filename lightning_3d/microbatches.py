@@ -21,6 +21,8 @@ def count_microbatches(layout: Layout, asked: int | str, batch: Any) -> int:
     Raises:
         ConfigurationError: The batch has fewer samples than that.
     """
+    if asked == 1:
+        return 1  # nothing is cut, so it need not be known where
     size = batch_size(batch)
     made_for = TrainingSchedule(layout.schedule, layout.pp, layout.virtual, layout.order).microbatches
     if asked == "auto" and made_for is None:

@@ -122,7 +122,7 @@ def path_name(path: Path) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
-def signature(batch: Any) -> Any:
+def signature(batch: Any, _inside: tuple[int, ...] = ()) -> Any:
     """What the path of a step may depend on, as a hashable key: structure, shapes, dtypes, flags and counts.
 
     Values of tensors, floats and strings are not part of it.
@@ -135,8 +135,16 @@ def signature(batch: Any) -> Any:
         return ("array", batch.shape, batch.dtype.str)
     children = attributes_of(batch)
     if children is None:
-        return type(batch)
+        return _signature_of_object(batch, _inside)
     keys, values, _ = children
     if len(values) > 8 and all(isinstance(v, SCALARS) for v in values):
         return (type(batch), len(values))  # one number or name per sample
-    return (type(batch), tuple(keys), tuple(signature(v) for v in values))
+    return (type(batch), tuple(keys), tuple(signature(v, _inside) for v in values))
+
+
+def _signature_of_object(value: Any, inside: tuple[int, ...]) -> Any:
+    """An object of the user's own that nobody can cut (a graph) has tensors in attributes, perhaps of their own."""
+    held = getattr(value, "__dict__", None)
+    if not held or id(value) in inside or isinstance(value, type) or callable(value):
+        return type(value)
+    return (type(value), tuple((name, signature(x, (*inside, id(value)))) for name, x in held.items()))

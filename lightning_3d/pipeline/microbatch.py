@@ -28,7 +28,7 @@ from lightning_3d.pipeline.batch_tree import (
     is_tuple_of_tensors,
     path_name,
 )
-from lightning_3d.pipeline.samples import Memory, common_size, confirmed_lists, kind_of, parts_of, size_of
+from lightning_3d.pipeline.samples import Memory, check_leaf, common_size, confirmed_lists, kind_of, parts_of, size_of
 
 
 def split(batch: Any, count: int) -> list[Any]:
@@ -85,7 +85,7 @@ class _Knife(NamedTuple):
             return [value[a:b] for a, b in self.pairs] if self._remember(path, fits, value) else self._whole(value)
         children = attributes_of(value)
         if children is None:
-            _check_leaf(value)
+            check_leaf(value)
             return self._whole(value)
         if is_plain_sequence(value) and not structure:
             fits = len(value) == self.size
@@ -138,17 +138,6 @@ def _one_entry_per_sample(value: Sequence[Any], size: int) -> bool:
     if not are_tensors(value):
         return False
     return all(x.ndim == 0 for x in value) or (all(x.ndim for x in value) and any(len(x) != size for x in value))
-
-
-def _check_leaf(value: Any) -> None:
-    if not hasattr(value, "__dict__") or callable(value):
-        return
-    if any(isinstance(x, Tensor) for x in vars(value).values()):
-        raise PipelineError(
-            f"the batch holds a {type(value).__name__} with tensors inside, which cannot be cut into microbatches. "
-            "Make it a dict, a tuple or a dataclass, give it a method to(device) and only tensors with one entry per "
-            "sample, or register it with torch.utils._pytree.register_pytree_node."
-        )
 
 
 def _cut_parts(

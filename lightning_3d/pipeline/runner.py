@@ -145,7 +145,7 @@ class PipelineRunner:
 
     def _split(self, step_name: str, batch: Any) -> tuple[list[Any], list[int]]:
         count = self.num_microbatches if step_name == TRAINING else self._evaluation_microbatches
-        if step_name != TRAINING and count == 1:
+        if count == 1:
             return [batch], [1]
         return split_with_sizes(batch, count, self._memory if step_name == TRAINING else None)
 
@@ -346,7 +346,7 @@ class PipelineRunner:
         Raises:
             PipelineError: Names both numbers.
         """
-        size = self.batch_size(batch)
+        size = self.batch_size(batch) if self.num_microbatches > 1 else 1
         if size < self.num_microbatches:
             raise PipelineError(
                 f"num_microbatches is {self.num_microbatches}, but the first batch has only {size} samples per "

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline.batch_tree import (
@@ -129,10 +130,11 @@ def confirmed_lists(values: Sequence[Any]) -> set[int]:
     """Which of the children of one node are sequences of samples because they have the same length.
 
     As (images, targets): one list of tensors, one of structures, which do not share a first dim; or two lists of
-    ragged tensors.
+    ragged tensors; or one tensor of images, and targets that all have the same number of boxes.
     """
     lists = [i for i, x in enumerate(values) if are_tensors(x) or (kind_of(x) != "structure" or _same_keys(x))]
-    out: set[int] = set()
+    counted = {len(x) for x in values if _counts_samples(x)}
+    out = {i for i, x in enumerate(values) if _are_targets(x) and len(x) in counted}
     for length in {len(values[i]) for i in lists}:
         same = [i for i in lists if len(values[i]) == length]
         tensors = [i for i in same if are_tensors(values[i])]
@@ -141,6 +143,25 @@ def confirmed_lists(values: Sequence[Any]) -> set[int]:
         if (tensors and len(tensors) < len(same) and len(sizes) > 1) or (ragged and len(same) > 1):
             out.update(same)
     return out
+
+
+def _counts_samples(value: Any) -> bool:
+    """Images, ids, labels; not a few weights of parts of the loss."""
+    if not has_first_dim(value):
+        return False
+    floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
+    return value.ndim > 1 or not floating
+
+
+def _are_targets(value: Any) -> bool:
+    """Structures of one form, whose tensors have other first dims than there are structures."""
+    if not is_plain_sequence(value) or not value or (isinstance(value, tuple) and is_plain_sequence(value[0])):
+        return False
+    forms = {(type(x), tuple(children[0]) if (children := children_of(x)) else None) for x in value}
+    if len(forms) > 1 or forms.pop()[1] is None:
+        return False
+    sizes = [n for x in value for n in _sizes(x)]
+    return bool(sizes) and len(value) not in sizes
 
 
 def _same_keys(value: Any) -> bool:
@@ -178,9 +199,11 @@ def size_of(batch: Any, memory: Memory) -> int:
     if not sizes and memory:
         return size_of(batch, {})
     if not sizes:
+        for leaf in leaves_of(batch):
+            check_leaf(leaf)
         raise PipelineError(
             f"cannot find the batch dim: the batch ({type(batch).__name__}) holds no tensor with a dim and no sequence "
-            "with one entry per sample. A pipeline must cut every batch into microbatches."
+            "with one entry per sample. A pipeline must cut every batch into microbatches, unless num_microbatches=1."
         )
     counted = Counter(n for n, _ in sizes)
     tied = [n for n in counted if counted[n] == max(counted.values())]
@@ -190,6 +213,24 @@ def size_of(batch: Any, memory: Memory) -> int:
     if len(tied) > 1:
         raise _disagreement(sizes, tied)
     return tied[0]
+
+
+def check_leaf(value: Any) -> None:
+    """Refuse an object that has tensors and is no structure of samples.
+
+    Raises:
+        PipelineError: With what to do.
+    """
+    if not hasattr(value, "__dict__") or callable(value):
+        return
+    if any(isinstance(x, Tensor) for x in tree_leaves(list(vars(value).values()))):
+        raise PipelineError(
+            f"the batch holds a {type(value).__name__} with tensors inside, which cannot be cut into microbatches. "
+            "Make it a dict, a tuple or a dataclass, give it a method to(device) and only tensors with one entry per "
+            "sample, or register it with torch.utils._pytree.register_pytree_node. Batches of which nobody could cut "
+            "off a sample (graphs whose edges count the nodes of all) need num_microbatches=1: the stages then work "
+            "one after the other, and memory is divided."
+        )
 
 
 def _vote(value: Any, path: Path, votes: _Votes, memory: Memory, structure: bool = False) -> None:
@@ -262,7 +303,8 @@ def _disagreement(sizes: Sequence[tuple[int, Path]], tied: Sequence[int]) -> Pip
     return PipelineError(
         f"cannot tell how many samples the batch has: {said}. A pipeline cuts every batch along its samples, and as "
         "many parts speak for one number as for the other. Give a tensor that belongs to the whole batch a leading dim "
-        "of one (table[None]), or keep it in the module as a buffer; give loaders of unlike datasets one batch_size."
+        "of one (table[None]), or keep it in the module as a buffer; give loaders of unlike datasets one batch_size; "
+        "or cut nothing, with num_microbatches=1."
     )
 
 

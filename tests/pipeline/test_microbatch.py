@@ -87,6 +87,11 @@ def test_sizes_differ_by_at_most_one_and_keep_the_order() -> None:
         (({"x": _x(6, 2), "y": _x(6)}, {"weights": _x(3), "name": "a"}), 6),
         ([{"x": _x(6, 2), "y": _x(6)}, {"none": None, "names": list("abcdef"), "tag": "train"}], 6),
         ([{"x": _x(6, 2), "y": _x(6)}, {"x": _x(6, 2), "y": _x(6)}], 6),  # two loaders
+        # stacked images, and as many boxes in each of them
+        ((_x(6, 3, 8, 8), [{"boxes": _x(2, 4), "labels": _x(2)} for _ in range(6)]), 6),
+        ({"images": _x(6, 3, 8, 8), "targets": tuple({"boxes": _x(2, 4), "labels": _x(2)} for _ in range(6))}, 6),
+        ({"x": _x(2, 8), "targets": [(_x(1, 4), _x(1))] * 2}, 2),
+        ({"weights": torch.ones(2), "loaders": [{"x": _x(6, 2), "y": _x(6)}] * 2}, 6),
         ({"x": _x(6, 2), "table": _x(1, 4), "y": _x(6)}, 6),
         (([_x(3, 8, 8) for _ in range(6)], _x(6)), 6),
         (list("abcdef"), 6),
@@ -242,6 +247,13 @@ def test_targets_that_look_like_a_batch_stay_with_their_images() -> None:
         assert [(len(i), len(t), len(t[0]["boxes"])) for i, t in parts] == [(1, 1, n) for n in boxes]
 
 
+def test_targets_stay_with_stacked_images_from_the_first_batch_on() -> None:
+    targets = [{"boxes": torch.full((2, 4), i), "labels": torch.full((2,), i)} for i in range(6)]
+    for images, part in split((_x(6, 3, 8), targets), 3):
+        assert [int(x[0, 0]) for x in images] == [int(t["labels"][0]) for t in part]
+        assert all(len(t["boxes"]) == 2 for t in part)
+
+
 def test_structures_keep_their_class() -> None:
     part = split({"e": Encoding(ids=_x(4)), "d": Data(_x(4), "note"), "p": Pair(_x(4), None)}, 2)[1]
     assert type(part["e"]) is Encoding
@@ -258,7 +270,8 @@ def test_structures_keep_their_class() -> None:
     [
         (None, "batch dim"),
         ({"n": 3}, "batch dim"),
-        ({"x": _x(4), "graph": Opaque(_x(4))}, "Opaque"),
+        ({"x": _x(4), "graph": Opaque(_x(4))}, "Opaque.*num_microbatches=1"),
+        (Opaque(_x(4)), "Opaque.*num_microbatches=1"),
         (pack_sequence([_x(3), _x(2)]), "PackedSequence"),
     ],
 )
@@ -275,6 +288,9 @@ def test_signature_is_shape_not_content() -> None:
     assert signature((_x(3), 1.0)) == signature((_x(3), 2.0))
     assert signature([_x(3)]) != signature((_x(3),))
     hash(signature({"x": [Pair(_x(2), None), np.zeros(3)]}))
+    graphs = [Opaque(_x(3)), Opaque(_x(3) + 1), Opaque(_x(4))]
+    graphs[2].itself = graphs[2]  # type: ignore[attr-defined]
+    assert signature(graphs[0]) == signature(graphs[1]) != signature(graphs[2])
 
 
 def test_outputs_are_merged() -> None:
