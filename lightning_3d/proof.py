@@ -48,14 +48,31 @@ def prove_plan(
         plan: Its plan.
         step_on: Runs the user's step on a batch.
         batch: What the user trains on.
-        run: Run copies of the model (all of it is proved, memory as `verify_tensor_plan`); else its operations one by
-            one (`prove_operations`).
+        run: Run copies of the model (all of it is proved, memory as `verify_tensor_plan`); else, and if the step does
+            not run on a copy, its operations one by one (`prove_operations`).
 
     Raises:
         ParityError, NothingToProve, ConfigurationError, Exception: As the proof on the whole batch.
 
     Collectives: none.
     """
+    try:
+        return _on_little(module, plan, step_on, batch, run)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        if not run:
+            raise
+        # a copy is not always as good as the module: hooks and closures that know the module still know the first one
+        try:
+            return _on_little(module, plan, step_on, batch, False)
+        except Exception:
+            raise error from None
+
+
+def _on_little(
+    module: nn.Module, plan: TensorPlan, step_on: StepOn, batch: Any, run: bool
+) -> TensorReport | OperationReport:
     attempts = list(shorter_batches(batch))
     for short in attempts[:-1]:
         try:
@@ -133,7 +150,7 @@ def _proved(
     if not report.ok:
         return f"the tensor-parallel model does not compute what the original does: {report}. {report.advice}", None
     count = len(report.errors)
-    what = "proved" if run else f"its {count} kinds of operations proved"
+    what = "proved" if not isinstance(report, OperationReport) else f"its {count} kinds of operations proved"
     assert math.isfinite(report.worst)
     found = f"{what} equal to the original to {report.worst:.0e}"
     if isinstance(report, OperationReport) and report.unproved:
