@@ -108,6 +108,7 @@ class Choices:
             shown = self._key(weight.local)
             if shown is not None:
                 self.uses[shown] += 1
+                self.last = shown
                 if is_sharded(x) and self.decisions[shown].kind == "row":
                     self.used.update((source, shown) for source in x.sources)
             return

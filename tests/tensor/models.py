@@ -242,6 +242,24 @@ class LoRA(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class AdaptedByHand(nn.Module):
+    """The same with matrices of its own, used by `x @ a.T @ b.T`."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 4) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Parameter(values(rank, inputs)), nn.Parameter(0.1 * values(outputs, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + (x @ self.lora_a.T @ self.lora_b.T) * 2.0
+
+
+class LoRAByHand(LoRA):
+    def __init__(self, d: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = AdaptedByHand(d, 4 * d), AdaptedByHand(4 * d, d)
+
+
 class Conv1DNet(nn.Module):
     """Weights stored (in, out), as in the first GPT-2: cut without any special class."""
 
@@ -311,6 +329,7 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Step, float]] = {
     "odd": (Odd, mean_square, 0.65),
     "custom_function": (CustomFunction, mean_square, 0.98),
     "lora": (LoRA, mean_square, 0.95),
+    "lora_by_hand": (LoRAByHand, mean_square, 0.95),
     "conv1d": (Conv1DNet, mean_square, 0.99),
     "einsum": (lambda: nn.Sequential(nn.LayerNorm(32), Einsum()), mean_square, 0.98),
 }
