@@ -244,7 +244,7 @@ class Choices:
         if key in self.beliefs.replicated:  # refuted, or demanded
             self.decisions[key] = Decision("replicated", None, self.beliefs.replicated[key])
             return
-        of = next(iter(weight.sources), None) if isinstance(weight, ShardedTensor) else self._key(weight)
+        of = min(weight.sources, default=None) if isinstance(weight, ShardedTensor) else self._key(weight)
         decision = self.decisions.get(of) if of is not None else None
         parameter = base_parameter(bias)
         if decision is None or decision.placement is None or decision.kind not in ("column", "vocab"):

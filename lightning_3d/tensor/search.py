@@ -139,11 +139,11 @@ class Search:
         if why.partner is not None:
             self.follow.follow_along(why.partner, operands[0].placement, operands[0].sources)
         pair = self.follow.pairs.get(why.partner, frozenset()) if why.partner is not None else frozenset()
-        groups = {x.sources for x in operands if x.sources}
+        groups = list(dict.fromkeys(x.sources for x in operands if x.sources))  # sets of names differ in order by rank
         if pair and sum(map(self.facts.elements, pair)) < sum(map(self.facts.elements, blamed)):
             blamed = frozenset(k for k in pair if self.follow.decisions[k].kind == "column")
         elif len(groups) > 1:  # operands disagree: give up the cheapest first (key/value heads before the query)
-            free = [g for g in groups if not g & self.facts.demands.keys()] or list(groups)
+            free = [g for g in groups if not g & self.facts.demands.keys()] or groups
             curable = [g for g in free if any(self._untried(k, why, guesses=False) for k in self._culprit(g))]
             blamed = min(curable or free, key=lambda g: sum(map(self.facts.elements, g)))
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
@@ -172,7 +172,7 @@ class Search:
         """Of several assumptions that met: the earliest one the user did not demand; the later get another chance."""
         free = blamed - self.facts.demands.keys() or blamed
         order = self.follow.order
-        return frozenset([min(free, key=lambda k: order.index(k) if k in order else len(order))])
+        return frozenset([min(free, key=lambda k: (order.index(k) if k in order else len(order), k))])
 
     def _may_end_here(self, key: str, why: NoRule) -> bool:
         """Cut logits may be gathered: the vocabulary, or the last weight with many outputs."""
@@ -230,7 +230,7 @@ class Search:
 
     def _learn(self, refuted: Refuted) -> None:
         """Another segmentation of the blamed weights, else they stay whole."""
-        for key in refuted.keys:
+        for key in sorted(refuted.keys):
             decision = self.follow.decisions.get(key)
             others = self._untried(key, refuted, guesses=True)
             self.history.setdefault(key, self._uneven(decision)).append(refuted.reason)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -379,3 +380,29 @@ def test_pairs_begin_where_they_cut_most() -> None:
         "column",
         "row",
     ]
+
+
+class OuterProduct(nn.Module):
+    """Two projections of one size that cannot both be cut: one of them has to give way."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.names = (first, second)
+        for name in self.names:
+            self.add_module(name, nn.Linear(8, 8))
+        self.out = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = (getattr(self, name)(x) for name in self.names)
+        return self.out((rows.unsqueeze(-1) * columns.unsqueeze(-2)).flatten(-2))
+
+
+def test_which_of_two_gives_way_does_not_depend_on_the_order_of_sets() -> None:
+    """Sets of names have another order in every process, and all ranks must come to one plan."""
+    found = set()
+    for first, second in product("abcd", "stuv"):
+        model = OuterProduct(first, second)
+        plan = plan_tensor_parallel(model, lambda m: m(torch.randn(3, 8)).square().mean(), 2)
+        found.add(tuple(plan.decisions[f"{name}.weight"].kind for name in (first, second)))
+    assert len(found) == 1
+    assert "replicated" in found.pop()
