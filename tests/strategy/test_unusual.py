@@ -1,4 +1,4 @@
-"""Legal code around optimizers that is easily broken: as in one process, or a refusal."""
+"""Legal code around optimizers that is easily broken: as in one process, or a refusal (S5, and cases of our own)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "MomentumEncoder": [STAGES[0], ON_HOST, sizes(2), PIPELINE, {**PIPELINE, "pipeline_split": ["net.9"]}],
     "AverageOfTwo": [STAGES[0], PIPELINE, {**PIPELINE, "pipeline_schedule": "zb_v"}],
     "Contrastive": [STAGES[0], STAGES[2], sizes(2), UNCUT],
+    "Adapters": [sizes(2), STAGES[2], PIPELINE],
     "OnGraphs": [UNCUT],
     "KnownByHooks": [sizes(2)],
 }
