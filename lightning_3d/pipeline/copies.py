@@ -1,49 +1,19 @@
-"""WHICH parameters are copies of others?  An average of weights (EMA, BYOL, MoCo, mean teacher) kept as a module.
-
-A hook of the user's combines the two after every step, parameter by parameter, so both must be on one stage.
-"""
+"""WHERE are copies of weights (averages kept as a module) in a pipeline?  On the stages of their originals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.events import Trace
-
-_IN_ORDER = (nn.ModuleList, nn.Sequential)
-"""Their elements may be equal at first (layers of `nn.TransformerEncoder`) and are no copies that follow each other."""
+from lightning_3d.probe import copies_in
 
 
-def copies_in(module: nn.Module, trace: Trace) -> dict[str, str]:
-    """Name of a parameter that is not trained -> the one it is a copy of.
-
-    A module is taken for a copy of a trained one of the same class and shapes if it has the same weights, or if both
-    are attributes of one module (`self.model`, `self.teacher`), or if it is in torch's `AveragedModel`.
-    """
-    trained = _trained(module, trace)
-    names = {id(p): name for name, p in module.named_parameters()}
-    modules = dict(module.named_modules(remove_duplicate=False))
-    alike: dict[object, list[str]] = {}
-    for name, m in modules.items():
-        if name and any(names[id(p)] in trained for p in m.parameters()):
-            alike.setdefault(_structure(m), []).append(name)
-    found: dict[str, str] = {}
-    for name, m in modules.items():
-        parameters = list(m.parameters())
-        if not name or not parameters or any(names[id(p)] in trained or names[id(p)] in found for p in parameters):
-            continue
-        originals = [other for other in alike.get(_structure(m), ()) if _may_follow(modules, name, other)]
-        original = next((other for other in originals if _equal(m, modules[other])), None)
-        if original is None and len(originals) == 1 and _named_beside(modules, name, originals[0]):
-            original = originals[0]
-        if original is not None:
-            pairs = zip(parameters, modules[original].parameters(), strict=True)
-            found |= {names[id(p)]: names[id(q)] for p, q in pairs if p is not q}
-    return found
+def copies_beside_trained(module: nn.Module, trace: Trace) -> dict[str, str]:
+    """Name of a parameter that is not trained -> the one it is a copy of (`probe.copies_in`)."""
+    return copies_in(module, _trained(module, trace), sharding.original_class)
 
 
 def follow_originals(
@@ -82,38 +52,3 @@ def _trained(module: nn.Module, trace: Trace) -> set[str]:
         if any(meta.requires_grad for meta in made):
             with_graph |= event.params
     return {name for name, p in module.named_parameters() if p.requires_grad and name in with_graph}
-
-
-def _structure(module: nn.Module) -> object:
-    shapes = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters())
-    return sharding.original_class(module), shapes
-
-
-def _may_follow(modules: Mapping[str, nn.Module], name: str, other: str) -> bool:
-    if (name + ".").startswith(other + ".") or (other + ".").startswith(name + "."):
-        return False
-    return not isinstance(modules[_common(name, other)], _IN_ORDER)
-
-
-def _named_beside(modules: Mapping[str, nn.Module], name: str, other: str) -> bool:
-    parent = name.rpartition(".")[0]
-    return parent == other.rpartition(".")[0] or isinstance(modules[parent], AveragedModel)
-
-
-def _common(name: str, other: str) -> str:
-    def shared() -> Iterator[str]:
-        for a, b in zip(name.split("."), other.split("."), strict=False):
-            if a != b:
-                return
-            yield a
-
-    return ".".join(shared())
-
-
-def _equal(module: nn.Module, other: nn.Module) -> bool:
-    """Equal values, that are not equal just because all of them are constants."""
-    pairs = list(zip(module.parameters(), other.parameters(), strict=True))
-    if any(type(x) is not nn.Parameter or x.is_meta for pair in pairs for x in pair):  # values come later
-        return False
-    different = any(p.numel() and bool((p != p.flatten()[0]).any()) for p, _ in pairs)
-    return different and all(p.shape == q.shape and torch.equal(p, q) for p, q in pairs)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from lightning_3d.pipeline.atoms import atoms_for_split, check_split_names, find_atoms, used_by_methods
-from lightning_3d.pipeline.copies import apart, coarse_copies, copies_in, follow_originals
+from lightning_3d.pipeline.copies import apart, coarse_copies, copies_beside_trained, follow_originals
 from lightning_3d.pipeline.events import Trace
 from lightning_3d.pipeline.partition import (
     Held,
@@ -82,7 +82,7 @@ def _traced(
     while True:
         atoms = find(opened=opened)
         trace = tracer(atoms)
-        more = used_by_methods(module, atoms, trace) or coarse_copies(trace, copies_in(module, trace))
+        more = used_by_methods(module, atoms, trace) or coarse_copies(trace, copies_beside_trained(module, trace))
         if not more:
             return atoms, trace, opened
         opened += more
@@ -101,7 +101,7 @@ def _placed(
     calls = [n for n, _ in trace.calls()]
     names: tuple[str, ...] = tuple(trace.call_names())
     ordinals: tuple[int, ...] = tuple(0 if start == 0 else calls.index(start) for start in starts)
-    copies = copies_in(module, trace)
+    copies = copies_beside_trained(module, trace)
     placed: Mapping[str, tuple[int, ...]] | None = None
     if _walks_again(partition):
         placed = stages_of_pieces(trace, owners, stages)

@@ -3,6 +3,7 @@
 from lightning_3d.probe.agree import agree
 from lightning_3d.probe.alone import is_tried_alone, tried_alone
 from lightning_3d.probe.content import Content, Unknown
+from lightning_3d.probe.copies import copies_in
 from lightning_3d.probe.fake import FakeParameters
 from lightning_3d.probe.intercept import intercept_functions
 from lightning_3d.probe.python_state import PythonState, common_state, own_generators, python_state
@@ -32,6 +33,7 @@ __all__ = [
     "agree",
     "call_step",
     "common_state",
+    "copies_in",
     "intercept_functions",
     "is_tried_alone",
     "metrics_alone",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_3d.pipeline.atoms import find_atoms
-from lightning_3d.pipeline.copies import copies_in
+from lightning_3d.pipeline.copies import copies_beside_trained
 from lightning_3d.pipeline.trace import trace
 
 
@@ -40,7 +40,7 @@ def copied() -> nn.Module:
 
 def found(module: Two) -> dict[str, str]:
     step = lambda: module.step(torch.ones(2, 4))  # noqa: E731
-    return copies_in(module, trace(module, find_atoms(module, 2), step))
+    return copies_beside_trained(module, trace(module, find_atoms(module, 2), step))
 
 
 @pytest.mark.parametrize(

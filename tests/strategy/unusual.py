@@ -189,6 +189,25 @@ class AverageOfTwo(Validated):
                 own.lerp_(other, 0.3)
 
 
+class AverageToValidate(Validated):
+    """Two averages that training steps do not use: torch's, and one by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.average(batch["x"]) + self.slow(batch["x"])
+        self.log("val_loss", F.cross_entropy(logits, batch["y"]), sync_dist=True)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.net)
+        for own, other in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+            own.lerp_(other, 0.1)
+
+
 class OwnGradients(ByHand):
     """Gradients of two losses, combined by hand (as gradient surgery does) and put into `.grad`."""
 
@@ -359,6 +378,7 @@ KINDS = {
         WithClosure,
         MomentumEncoder,
         AverageOfTwo,
+        AverageToValidate,
         OwnGradients,
         Adversary,
         SumOfBackwards,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from itertools import product
 from typing import Any
@@ -406,3 +407,24 @@ def test_which_of_two_gives_way_does_not_depend_on_the_order_of_sets() -> None:
         found.add(tuple(plan.decisions[f"{name}.weight"].kind for name in (first, second)))
     assert len(found) == 1
     assert "replicated" in found.pop()
+
+
+class Averaged(nn.Module):
+    """A model, and a copy of it that the step does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = MLP()
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+
+
+def test_a_copy_that_the_step_does_not_use_is_cut_like_its_original() -> None:
+    model = Averaged()
+    plan = plan_tensor_parallel(model, lambda m: mean_square(m.model), 2)
+    placed = {name: decision.placement for name, decision in plan.decisions.items()}
+    assert any(placed.values())
+    for name in dict(model.model.named_parameters()):
+        assert placed[f"average.{name}"] == placed[f"model.{name}"]
+    assert "like model.a.weight" in plan.decisions["average.a.weight"].reason
+    whole = plan_tensor_parallel(model, lambda m: mean_square(m.model), 2, overrides={"average": "replicate"})
+    assert not any(whole.decisions[f"average.{name}"].placement for name in dict(model.model.named_parameters()))
