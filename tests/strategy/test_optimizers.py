@@ -61,8 +61,13 @@ def test_whole_matrices_that_are_divided() -> None:
         sizes(4),
         sizes(2, zero_stage=1, **SMALL),
     ]
-    turns = [(kind, layouts[(i + j) % 4]) for i, kind in enumerate(WHOLE) for j in range(2)]
-    check(4, [*turns, ("adafactor", sizes(2, zero_stage=0)), ("late_adafactor", sizes(2, zero_stage=2, **SMALL))])
+    turns = [(kind, layouts[i % 4]) for i, kind in enumerate(WHOLE)]
+    more = [
+        ("muon", layouts[0]),
+        ("adafactor", sizes(2, zero_stage=0)),
+        ("late_adafactor", sizes(2, zero_stage=2, **SMALL)),
+    ]
+    check(4, [*turns, *more])
 
 
 @pytest.mark.slow

@@ -41,7 +41,11 @@ def test_without_pipeline(layout: tuple[int, int, int]) -> None:
     check(layout, cases((2, 3)))
 
 
-@pytest.mark.parametrize("schedule", PIPELINES)
+SLOW = {"gpipe", "interleaved"}
+"""The others have what these have: all forwards first, several windows on a rank."""
+
+
+@pytest.mark.parametrize("schedule", [pytest.param(s, marks=pytest.mark.slow if s in SLOW else ()) for s in PIPELINES])
 def test_with_pipeline(schedule: str) -> None:
     stages = (2, 3) if schedule in ("1f1b", "zb_v") else (2,)
     check((1, 2, 2), cases(stages, num_microbatches=4, **PIPELINES[schedule]))
