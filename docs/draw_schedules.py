@@ -120,12 +120,12 @@ def formula_text() -> str:
     for p in range(1, 13):
         for m in range(2 * p, 49):
             beyond[p, m] = round(Case("zb_v", 2).played(p, m, (2.0, 2.0, 2.0)).length) - (6 * m + p - 1)
-    exact = {pair for pair, extra in beyond.items() if extra == 0}
-    text = f"Of all {len(beyond)} pairs with p up to 12 and m from 2p to 48, {len(exact)} are as short as a step can be"
+    exact = sum(extra == 0 for extra in beyond.values())
+    pairs = f"all {len(beyond)} pairs with p up to 12 and m from 2p to 48"
+    if exact == len(beyond):
+        return f"For {pairs} the step is as short as it can be."
     return (
-        f"{text}."
-        if len(exact) == len(beyond)
-        else f"{text};\nthe others take up to {max(beyond.values())} parts more."
+        f"Of {pairs}, {exact} are as short as a step can be;\nthe others take up to {max(beyond.values())} parts more."
     )
 
 

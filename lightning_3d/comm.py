@@ -325,6 +325,11 @@ def run_store(use: str) -> Any:
     return dist.PrefixStore(f"lightning_3d/{use}/{_stores[use]}", store.clone())  # type: ignore[attr-defined]
 
 
+def is_world(group: Any) -> bool:
+    """Whether a process group is the one over all processes (None, too)."""
+    return group is None or group is dist.group.WORLD
+
+
 def ranks_of(group: Any = None) -> list[int]:
     """Global ranks of a process group (None: of the default one, so all there are)."""
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)

@@ -7,10 +7,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.comm import DONE, Communicator, Pending, ProcessCommunicator, Reduction
+from lightning_3d.comm import DONE, Communicator, Pending, ProcessCommunicator, Reduction, is_world
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.lifecycle import Lifecycle
 from lightning_3d.pipeline.glue import current
@@ -64,7 +63,7 @@ class Exchange(Lifecycle):
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """(replicas, ...): what each replica has (all ranks of one hold the same samples), or each rank of `group`."""
-        if self._world is None or group not in (None, dist.group.WORLD):
+        if self._world is None or not is_world(group):
             self._before_collective()
             return super().all_gather(tensor, group, sync_grads)
         axis = self._replicas()

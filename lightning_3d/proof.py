@@ -65,9 +65,14 @@ def prove_plan(
             raise
         # a copy is not always as good as the module: hooks and closures that know the module still know the first one
         try:
-            return _on_little(module, plan, step_on, batch, False)
+            report = _on_little(module, plan, step_on, batch, False)
         except Exception:
             raise error from None
+        _log.warning(
+            f"the step does not run on a copy of the module ({type(error).__name__}: {error}), so the tensor-parallel "
+            "plan is proved operation by operation."
+        )
+        return report
 
 
 def _on_little(

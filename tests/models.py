@@ -96,6 +96,14 @@ class LitMLP(Lit):
         return F.cross_entropy(self.net(batch["x"]), batch["y"])
 
 
+class LitNarrow(LitMLP):
+    """Cut over two ranks, a weight of (2, 8) is as large as a moment over its columns."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=0)
+        self.net = nn.Sequential(nn.Linear(8, 2), nn.GELU(), nn.Linear(2, 5))
+
+
 class LitGPT(Lit):
     def __init__(self, tied: bool = True, depth: int = 4, dim: int = 16, heads: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -211,6 +219,7 @@ def full(n: int) -> Samples:
 
 MODELS: dict[str, tuple[Callable[[], Lit], Callable[[int], Samples]]] = {
     "mlp": (LitMLP, vectors),
+    "narrow": (LitNarrow, vectors),
     "gpt": (lambda: LitGPT(tied=False), tokens),
     "gpt_tied": (LitGPT, tokens),
     "llama": (llama, labelled),

@@ -30,6 +30,8 @@ def everything() -> dict[str, Any]:
         target = torch.ones(2)
         mesh.data.reduce_scatter_start(torch.arange(4.0) + r).finish(target, add=True)
         out["scatter"] = target
+        parts = [torch.full((1 + s,), 10.0 * r + s) for s in range(mesh.data.size)]
+        out["exchange"] = mesh.data.all_to_all(parts, [1 + mesh.data.rank] * mesh.data.size)
         out["chunk"] = mesh.tensor.reduce_scatter(torch.full((2, 4), r), 1)
         out["leader"] = mesh.replica.broadcast(torch.tensor([r]), 0)
         out["object"] = mesh.replica.broadcast_object({"rank": mesh.rank}, 0)
@@ -61,6 +63,10 @@ def test_every_operation_on_a_mesh() -> None:
         assert got["flat"].tolist() == sorted((rank, dp_peer))
         low = 0 if rank < dp_peer else 2
         assert got["scatter"].tolist() == [1 + 2 * i + rank + dp_peer for i in (low, low + 1)]
+        mine = int(rank > dp_peer)
+        assert [t.tolist() for t in got["exchange"]] == [
+            [10.0 * r + mine] * (1 + mine) for r in sorted((rank, dp_peer))
+        ]
         assert got["chunk"].tolist() == [[rank + tp_peer] * 2] * 2
         assert got["leader"].tolist() == [lead]
         assert got["object"] == {"rank": lead}

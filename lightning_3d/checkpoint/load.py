@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.boxes import GlobalTensor
 from lightning_3d.checkpoint.save import FORMAT, FORMAT_KEY
-from lightning_3d.checkpoint.state import ParameterRecord, RunState, low_of
+from lightning_3d.checkpoint.state import ParameterRecord, RunState, StatePart, low_of
 from lightning_3d.errors import ConfigurationError, near
 
 PATH_KEY = "lightning_3d_path"
@@ -140,15 +140,16 @@ def load_optimizer_directory(
         read: dict[str, Tensor] = {}
         optimizer.state.clear()
         for record, held in state._optimized(optimizer):
-            if not state.has_state(optimizer, record, held):
+            which = state.state_of(optimizer, record, held)
+            if which == "none":
                 continue
-            is_whole = state.steps_whole(optimizer, record) is True
             values: dict[str, Any] = dict(entry["plain_state"].get(record.name, {}))
             for name, meta in stored.items():
                 parameter, _, key = name.rpartition(".")
                 if parameter == record.name:
-                    values[key] = read_into = _empty_state(record, held, meta, is_whole)
-                    read[prefix + name] = read_into if is_whole else _target(state, record, held, read_into, meta)
+                    cut = which == "part" and tuple(meta.size) == record.global_shape
+                    values[key] = read_into = _empty_state(held, meta, cut)
+                    read[prefix + name] = _target(state, record, read_into) if cut else read_into
             if values:
                 optimizer.state[held] = values
         _read(read, path)
@@ -174,18 +175,14 @@ def _regroup(state: RunState, optimizer: Optimizer, saved: list[list[str]]) -> N
     state.zero.regroup(optimizer, saved)
 
 
-def _empty_state(record: ParameterRecord, held: nn.Parameter, meta: TensorStorageMetadata, is_whole: bool) -> Tensor:
-    shape = held.shape if tuple(meta.size) == record.global_shape and not is_whole else meta.size
+def _empty_state(held: nn.Parameter, meta: TensorStorageMetadata, cut: bool) -> Tensor:
+    shape = held.shape if cut else meta.size
     # a counter stays where torch's optimizers keep it: on the CPU
     device = held.device if len(meta.size) else torch.device("cpu")
     return torch.zeros(shape, dtype=meta.properties.dtype, device=device)
 
 
-def _target(
-    state: RunState, record: ParameterRecord, held: nn.Parameter, value: Tensor, meta: TensorStorageMetadata
-) -> Tensor:
-    if tuple(meta.size) != record.global_shape:
-        return value
+def _target(state: RunState, record: ParameterRecord, value: Tensor) -> Tensor:
     low = low_of(record.slot)
     return GlobalTensor(record.global_shape, state.boxes(record, value.view(-1), low), value.dtype, value.device, None)
 
@@ -237,33 +234,22 @@ def load_optimizer_file(state: RunState, optimizers: Sequence[Optimizer], saved:
         optimizer.state.clear()
         for record, held in state._optimized(optimizer):
             values = entry["state"].get(numbers[record.name], {})
-            if not values or not state.has_state(optimizer, record, held):
-                continue
-            is_whole = state.steps_whole(optimizer, record) is True
-            optimizer.state[held] = {
-                key: _moved(value, held) if is_whole else _cut(state, record, held, value)
-                for key, value in values.items()
-            }
+            which = state.state_of(optimizer, record, held)
+            if values and which != "none":
+                optimizer.state[held] = {k: _cut(state, record, held, value, which) for k, value in values.items()}
         _restore_groups(optimizer, entry["param_groups"])
 
 
-def _cut(state: RunState, record: ParameterRecord, held: nn.Parameter, value: Any) -> Any:
+def _cut(state: RunState, record: ParameterRecord, held: nn.Parameter, value: Any, which: StatePart) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) != record.global_shape or (value.ndim == 0 and held.ndim != 0):
-        return value.clone()
+    if which == "whole" or tuple(value.shape) != record.global_shape or (value.ndim == 0 and held.ndim != 0):
+        return value.to(held.device if value.ndim else "cpu", copy=True)  # a counter stays on the CPU
     low = low_of(record.slot)
     out = torch.zeros(held.shape, dtype=value.dtype, device=held.device)
     boxes = state.boxes(record, out.view(-1), low)
     _copy_boxes(value, GlobalTensor(record.global_shape, boxes, value.dtype, held.device, None))
     return out
-
-
-def _moved(value: Any, held: nn.Parameter) -> Any:
-    """Whole state, where its optimizer keeps it: counters on the CPU."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(held.device if value.ndim else "cpu", copy=True)
 
 
 def _copy_boxes(full: Tensor, target: GlobalTensor) -> None:

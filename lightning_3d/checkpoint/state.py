@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.boxes import Box, GlobalTensor, boxes_of
 from lightning_3d.tensor import Placement
 from lightning_3d.zero import Slot, Zero
+
+StatePart = Literal["none", "part", "whole"]
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,8 @@ class RunState:
         for record, held in self._optimized(optimizer):
             state = optimizer.state.get(held)
             if state:
-                out[record.name] = {
-                    key: self._state_entry(optimizer, record, held, value) for key, value in state.items()
-                }
+                whole = self.state_of(optimizer, record, held) == "whole"
+                out[record.name] = {key: self._state_entry(record, held, value, whole) for key, value in state.items()}
         return out
 
     def _optimized(self, optimizer: Optimizer) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
@@ -156,23 +157,20 @@ class RunState:
                 if record is not None:
                     yield record, held
 
-    def steps_whole(self, optimizer: Optimizer, record: ParameterRecord) -> bool | None:
-        """Whether this rank has the state of the whole parameter; None: every rank has that of its part."""
-        return None if self.zero is None else self.zero.steps_whole(optimizer, record.name)
+    def state_of(self, optimizer: Optimizer, record: ParameterRecord, held: nn.Parameter) -> StatePart:
+        """Of what this rank's optimizer may have state: nothing, its part of a parameter, or the whole."""
+        steps_whole = None if self.zero is None else self.zero.steps_whole(optimizer, record.name)
+        if not held.numel() or steps_whole is False:
+            return "none"
+        return "whole" if steps_whole else "part"
 
-    def has_state(self, optimizer: Optimizer, record: ParameterRecord, held: nn.Parameter) -> bool:
-        """Whether this rank's optimizer may have state for (a part of) a parameter."""
-        return held.numel() > 0 and self.steps_whole(optimizer, record) is not False
-
-    def _state_entry(self, optimizer: Optimizer, record: ParameterRecord, held: nn.Parameter, value: Any) -> Any:
+    def _state_entry(self, record: ParameterRecord, held: nn.Parameter, value: Any, whole: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
         low = low_of(record.slot)
         writes = self._writes(record) and held.numel() > 0
-        if self.steps_whole(optimizer, record) and tuple(value.shape) == record.global_shape:
-            return self._entry(record, [((0,) * value.ndim, value.detach())] if writes else [], value.dtype)
-        if value.numel() != held.numel() or (value.ndim == 0 and held.ndim != 0):
-            # step counters, factored moments: whole where they are; written by the owner of the first element
+        if whole or value.numel() != held.numel() or (value.ndim == 0 and held.ndim != 0):
+            # step counters, factored moments, what is stepped as a whole: written by the owner of the first element
             boxes: list[Box] = [((0,) * value.ndim, value.detach())] if writes and low == 0 else []
             return GlobalTensor(value.shape, boxes, value.dtype, value.device, None)
         return self._entry(record, self.boxes(record, value, low) if writes else [], value.dtype)

@@ -40,8 +40,9 @@ def greedy_lists(
         split_backward: Whether backwards are split. Then microbatches whose `W` is missing count too, but only against
             one limit for all ranks: the largest sum of the caps of one rank's windows.
     """
-    plays = [_Play(owners, stages, microbatches, caps, split_backward, late) for late in {split_backward, False}]
-    best = min(plays, key=lambda play: (play.run(), not play.late))
+    orders = (True, False) if split_backward else (False,)  # of equally long ones the first
+    plays = [_Play(owners, stages, microbatches, caps, split_backward, late) for late in orders]
+    best = min(plays, key=_Play.run)
     return tuple(tuple(actions) for actions in best.lists)
 
 
@@ -51,6 +52,7 @@ class _Play:
     def __init__(
         self, owners: Sequence[int], stages: int, microbatches: int, caps: Sequence[int], split: bool, late: bool
     ) -> None:
+        """`late`: weight gradients before backwards, as long as there are forwards."""
         windows = len(owners)
         self.owners, self.microbatches, self.caps, self.split, self.late = owners, microbatches, caps, split, late
         self.mine = [[w for w in range(windows) if owners[w] == rank] for rank in range(stages)]

@@ -7,6 +7,7 @@ have the same samples.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,8 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.probe.shared_patch import SharedPatch
 from lightning_3d.where import current_line, is_torch
 
-_COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base", "broadcast", "reduce",
-    "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier", "send",
-    "recv",
-)  # fmt: skip
+_COLLECTIVE = re.compile(r"_?(all_?(reduce|gather|to_?all)|reduce|broadcast|gather|scatter|send|recv|\w*barrier)")
+"""What begins like this is one; versions of torch differ in the rest (`_allgather_base`, `all_gather_single`)."""
 _depth = 0
 
 
@@ -55,7 +53,11 @@ def _remove() -> None:
         setattr(dist.ProcessGroup, name, plain)
 
 
-_plain: dict[str, Any] = {n: dist.ProcessGroup.__dict__[n] for n in _COLLECTIVES} if dist.is_available() else {}
+_plain: dict[str, Any] = (
+    {name: method for name, method in vars(dist.ProcessGroup).items() if _COLLECTIVE.match(name)}
+    if dist.is_available()
+    else {}
+)
 _refusal = SharedPatch(_put, _remove)
 
 

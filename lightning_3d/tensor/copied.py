@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import replace
 
 from torch import nn
@@ -12,20 +11,19 @@ from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.facts import Facts
 
 
-def cut_copies(plan: TensorPlan, module: nn.Module, facts: Facts, used: Set[str]) -> None:
+def cut_copies(plan: TensorPlan, module: nn.Module, facts: Facts) -> None:
     """Decide about copies (`copies_in`) as about their originals, where the step has not decided.
 
     Args:
         plan: What the step decided; changed.
-        module: The whole module.
+        module: The whole module; if its parameters have values, these count, too.
         facts: About its parameters.
-        used: Keys of the weights that the step uses.
     """
-    keys = {name: facts.key_of[id(parameter)] for name, parameter in facts.names.items()}
-    trained = {name for name, parameter in facts.names.items() if parameter.requires_grad and keys[name] in used}
+    trained = {name for name, parameter in facts.names.items() if parameter.requires_grad and name in plan.used}
     for name, original in copies_in(module, trained).items():
         decision = plan.decisions[original]
-        if decision.placement is None or keys[name] in used or keys[name] in facts.demands:
+        demanded = facts.key_of[id(facts.names[name])] in facts.demands
+        if decision.placement is None or name in plan.used or demanded:
             continue
         plan.decisions[name] = replace(decision, reason=f"like {original}, of which it is a copy")
         if original in plan.dealt:

@@ -71,6 +71,7 @@ class TensorPlan:
         seconds: How long planning took.
         conversions: Collectives in one step that a hand-written tensor-parallel model would not have.
         dealt: Names of weights whose output the user's code splits into heads, which the ranks share.
+        used: Names of weights that the step uses.
         used_values: Shapes depended on values, so parameters had to be real while planning.
     """
 
@@ -85,6 +86,7 @@ class TensorPlan:
     conversions: int = 0
     used_values: bool = False
     dealt: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
 
     @property
     def sharded_fraction(self) -> float:

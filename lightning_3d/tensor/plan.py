@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.probe import FakeParameters
+from lightning_3d.tensor.copied import cut_copies
 from lightning_3d.tensor.decisions import TensorPlan
 from lightning_3d.tensor.facts import Facts, gather_facts
 from lightning_3d.tensor.search import LONELY, Search, Step
@@ -85,6 +86,7 @@ def plan_tensor_parallel(
         if other.sharded_fraction > best.sharded_fraction + _WORTH:
             best, relaxed = other, True
     best = _shifted(best, facts, partial(attempt, relaxed))
+    cut_copies(best, module, facts)
     best.runs, best.seconds = runs, time.perf_counter() - begin
     if strict is not None and best.sharded_fraction < strict:
         raise _too_little(best, strict)

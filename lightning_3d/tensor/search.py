@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.probe import Answers, ModuleState, PythonState, intercept_functions, own_parameters, retry
-from lightning_3d.tensor.copied import cut_copies
 from lightning_3d.tensor.decisions import Decision, TensorPlan
 from lightning_3d.tensor.facts import Facts
 from lightning_3d.tensor.follow import Again, Beliefs, Follow, Refuted
@@ -322,6 +321,7 @@ class Search:
             runs=self.runs,
             conversions=self.group.conversions,
         )
+        used = self.follow.decisions.keys() | self.follow.uses.keys()
         first: dict[int, str] = {}
         for name, parameter in self.facts.names.items():
             if first.setdefault(id(parameter), name) != name:
@@ -331,8 +331,8 @@ class Search:
             plan.patterns[name] = self.facts.patterns[name]
             if self.facts.key_of[id(parameter)] in self.follow.dealt:
                 plan.dealt.add(name)
-        used = self.follow.decisions.keys() | self.follow.uses.keys()
-        cut_copies(plan, self.module, self.facts, used)
+            if self.facts.key_of[id(parameter)] in used:
+                plan.used.add(name)
         return plan
 
     def _decision(self, key: str) -> Decision:

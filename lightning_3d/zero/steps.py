@@ -64,9 +64,7 @@ class Steps(Holdings):
         if kind == "whole" and (self._cut or self.stage):
             self._arranged[optimizer] = Joined(optimizer, self._name_of, self._cut, self._tensor)
         if kind == "rows" and not self.passive:
-            self._arranged[optimizer] = SparseGradients(
-                optimizer, lambda held: held.slot if isinstance(held, Piece) else self.slots.get(held)
-            )
+            self._arranged[optimizer] = SparseGradients(optimizer, self.slots.get)
         if self._offload:
             check_steps_on_host(optimizer, {p.device for p in self._parameters.values()})
         self._adopt(optimizer)

@@ -416,6 +416,7 @@ class Averaged(nn.Module):
         super().__init__()
         self.model = MLP()
         self.average = copy.deepcopy(self.model).requires_grad_(False)
+        self.helper = nn.ModuleDict({"kept": copy.deepcopy(self.model).requires_grad_(False)})  # as libraries have it
 
 
 def test_a_copy_that_the_step_does_not_use_is_cut_like_its_original() -> None:
@@ -424,7 +425,7 @@ def test_a_copy_that_the_step_does_not_use_is_cut_like_its_original() -> None:
     placed = {name: decision.placement for name, decision in plan.decisions.items()}
     assert any(placed.values())
     for name in dict(model.model.named_parameters()):
-        assert placed[f"average.{name}"] == placed[f"model.{name}"]
+        assert placed[f"average.{name}"] == placed[f"helper.kept.{name}"] == placed[f"model.{name}"]
     assert "like model.a.weight" in plan.decisions["average.a.weight"].reason
     whole = plan_tensor_parallel(model, lambda m: mean_square(m.model), 2, overrides={"average": "replicate"})
     assert not any(whole.decisions[f"average.{name}"].placement for name in dict(model.model.named_parameters()))

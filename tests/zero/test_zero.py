@@ -126,6 +126,20 @@ def one_process(kind: str, accumulate: int, clip: float | None, set_to_none: boo
     return dict(net.named_parameters()), norms
 
 
+def reduced(zero: Zero, forward: Callable[[], Tensor], last: bool) -> None:
+    """A forward and its backward, as the strategy runs them without a pipeline."""
+    with zero.units.active() if zero.units is not None else nullcontext():
+        loss = forward()
+    if last or zero.reduces_always:
+        zero.start_reducing()
+    with zero.gathering_backward(last=True):
+        loss.backward()
+    if last or zero.reduces_always:
+        zero.finish(final=last)
+    if last:
+        zero.publish()
+
+
 def parallel(case: tuple[Any, ...], size: int, steps: int) -> float:
     kind, accumulate, clip, set_to_none, stage, pipeline_order = case
     net = make_net()
@@ -167,16 +181,7 @@ def parallel(case: tuple[Any, ...], size: int, steps: int) -> float:
                 if last:
                     zero.publish(1.0)
             else:
-                with units.active() if units is not None else nullcontext():
-                    loss = loss_of(net, part) / accumulate
-                if last or zero.reduces_always:
-                    zero.start_reducing()
-                with zero.gathering_backward(last=True):
-                    loss.backward()
-                if last or zero.reduces_always:
-                    zero.finish(final=last)
-                if last:
-                    zero.publish()
+                reduced(zero, lambda part=part: loss_of(net, part) / accumulate, last)
         if clip is not None:
             params = [p for g in optimizer.param_groups for p in g["params"]]
             if stage:
@@ -281,16 +286,8 @@ def sparse_case(kind: str, stage: int, accumulate: int) -> float:
             zero.begin()
             if units is not None:
                 units.begin(training=True)
-            with units.active() if units is not None else nullcontext():
-                loss = loss_of_tables(tables, *samples_of(number, rank), step=number) / accumulate
-            if last or zero.reduces_always:
-                zero.start_reducing()
-            with zero.gathering_backward(last=True):
-                loss.backward()
-            if last or zero.reduces_always:
-                zero.finish(final=last)
-            if last:
-                zero.publish()
+            mine = samples_of(number, rank)
+            reduced(zero, lambda m=mine, n=number: loss_of_tables(tables, *m, step=n) / accumulate, last)
         reference.step()
         optimizer.step()
     zero.release()
