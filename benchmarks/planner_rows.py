@@ -23,7 +23,18 @@ Row = dict[str, str]
 def read_rows(path: str | Path) -> list[Row]:
     """All rows of a file."""
     with Path(path).open(newline="") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if number(row, "hidden") and not row["heads"]:
+            row["heads"] = _heads_of_others(row, rows)
+    return rows
+
+
+def _heads_of_others(row: Row, rows: list[Row]) -> str:
+    """Those of the table's row of the same width that is nearest in depth: a sweep prints only what it varies."""
+    alike = [x for x in rows if x["source"] == row["source"] and x["hidden"] == row["hidden"] and number(x, "heads")]
+    nearest = min(alike, key=lambda x: abs(whole(x, "layers") - whole(row, "layers")), default=None)
+    return nearest["heads"] if nearest is not None else ""
 
 
 def number(row: Row, column: str) -> float | None:

@@ -24,7 +24,7 @@ def test_throughput() -> None:
     assert found.keys() == SPEED.keys()
     for table, score in found.items():
         assert mean(score.errors) <= SPEED[table], table
-        if table not in ("mcore_readme", "zero_bubble", "bigscience"):
+        if table not in ("mcore_readme", "zero_bubble"):
             assert mean(score.errors) <= mean(score.null) / 2, table
 
 
@@ -70,6 +70,14 @@ def test_ranking() -> None:
 
 def test_row_without_sizes_is_left_out() -> None:
     assert asked({**ROWS[0], "layers": ""}) is None
+
+
+def test_heads_that_are_not_printed_are_those_of_the_nearest_row(tmp_path: Path) -> None:
+    """A width of 14400 with 96 heads is 150 a head, which is slow; 128 would be fast."""
+    file = tmp_path / "rows.csv"
+    lines = ["t,8,512,32", "t,80,512,96", "t,77,512,", "other,77,512,", "t,77,640,"]
+    file.write_text("\n".join(["source,layers,hidden,heads", *lines]))
+    assert [row["heads"] for row in read_rows(file)] == ["32", "96", "96", "", ""]
 
 
 def test_spearman() -> None:
