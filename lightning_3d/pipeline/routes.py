@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +12,9 @@ from typing import NamedTuple
 from lightning_3d.pipeline.events import TensorMeta, Vid
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.schedule import Action
+
+AHEAD_BYTES = 4 * 2**20
+"""Memory for receives that are posted long before they are needed."""
 
 
 class Message(NamedTuple):
@@ -50,7 +55,8 @@ class Routes:
         posts: The messages to this stage in the order in which their receives are posted.
         due: Per action of this stage, how many of them are posted before it begins: those of the action and of the one
             after it, and what their sources send before them.
-        ahead: The same, when the stage has to wait anyway: also those of the action after that.
+        ahead: The same, when the stage has to wait anyway: also those of the action after that, and as many more as
+            are small (`AHEAD_BYTES`): a receive that is posted when its message is there costs time nobody has.
         acknowledged: Message to this stage -> how many messages of this stage its sender has received before.
     """
 
@@ -86,9 +92,15 @@ class Routes:
                     self.posts.append(first)
             after.append(len(self.posts))
         self.due = [*after[1:], *after[-1:]]
-        self.ahead = [*self.due[1:], *after[-1:]]
+        small = self._small()
+        self.ahead = [max(then, small[due]) for due, then in zip(self.due, [*self.due[1:], *after[-1:]], strict=True)]
         left = [parcel.message for parcels in waiting.values() for parcel in parcels]
         assert not left, f"messages nobody takes: {left}"
+
+    def _small(self) -> list[int]:
+        """Per number of posted receives, up to where the next ones fit into `AHEAD_BYTES`."""
+        sums = [0, *itertools.accumulate(sum(meta.nbytes for meta in parcel.metas) for parcel in self.posts)]
+        return [bisect.bisect_right(sums, before + AHEAD_BYTES) - 1 for before in sums]
 
     def _from(self, stage: int, actions: Sequence[Action]) -> None:
         """What another stage sends here, and what it has received from here by then."""
