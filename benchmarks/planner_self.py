@@ -66,7 +66,7 @@ class Watch(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.seconds.append(time.perf_counter() - self._start)
-        kept = [(k, t) for k, t in trainer.strategy.ledger.traffic.items() if k[0] != "recording"]
+        kept = [(k, t) for k, t in trainer.strategy.ledger.traffic.items() if k[0] not in ("recording", "meeting")]
         self.traffic = {axis: sum(t.wire for (_, a, _), t in kept if a == axis) for axis in AXES}
 
 

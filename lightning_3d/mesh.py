@@ -8,6 +8,7 @@ and with it everything Lightning does on rank zero (loggers, progress bar, retur
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -50,6 +51,24 @@ def coordinates(layout: Layout) -> Iterator[Coordinate]:
         yield Coordinate(dp, pp, cp, tp)
 
 
+@contextmanager
+def _pairs_apart() -> Iterator[None]:
+    """NCCL groups made inside give every two ranks a communicator and a stream of their own.
+
+    Lightning binds the default group to the GPU, which groups made later inherit. On a bound group NCCL runs all that
+    a rank sends and receives in one order: a receive that is posted ahead would hold up the sends to other ranks, and
+    stages would wait for each other for ever.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
 class Mesh:
     """This rank's place in the layout and its communicators.
 
@@ -66,7 +85,8 @@ class Mesh:
         data: Communicator over dp.
         pipeline: Communicator over pp; `peer(stage)` is a stage's index in it, the last stage has index 0.
         forward, backward: Point-to-point communicators over pp, for messages to later and to earlier stages (NCCL runs
-            what two ranks do on one communicator in order, so sends and receives must not share one).
+            what two ranks do on one communicator in order, so sends and receives must not share one; see
+            `_pairs_apart`).
         replica: Communicator over all ranks that hold one copy of the model; index 0 is on the last stage.
         world: Communicator over all ranks.
         control, replica_control: Communicators over dp and over the replica whose tensors live on the CPU, for what
@@ -88,7 +108,8 @@ class Mesh:
         # ZeRO-3 gathers while reductions are under way, and a rank may be further ahead with one than with the other
         self.gathers = self._lines(["dp"], "dp") if layout.zero == 3 else self.data
         if layout.pp > 1:
-            self.forward, self.backward = self._lines(["pp"], "pp"), self._lines(["pp"], "pp")
+            with _pairs_apart():
+                self.forward, self.backward = self._lines(["pp"], "pp"), self._lines(["pp"], "pp")
         else:
             self.forward = self.backward = self.pipeline
         self.replica = self._lines(["pp", "cp", "tp"], "replica")

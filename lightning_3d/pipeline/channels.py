@@ -5,7 +5,9 @@ they need. Receives are posted before they are needed. Sends do not block; what 
 back that its receiver can only have sent afterwards, and then let go (no waiting, no polling).
 One communicator for messages to later stages and one for those to earlier stages: NCCL runs the operations of two ranks
 on a communicator in order, so a receive that is posted ahead would hold up a send to the same rank. (In V-shaped and
-interleaved schedules values and gradients both travel both ways.)
+interleaved schedules values and gradients both travel both ways.) Two ranks meet on a communicator before their first
+message: the first receive of all on NCCL returns when its sender is there, too, and one that is posted ahead would wait
+for a sender that waits for this rank.
 """
 
 from __future__ import annotations
@@ -51,11 +53,33 @@ class Channels:
         self._sent: dict[int, deque[_Outgoing]] = {}
         self._let_go: dict[int, int] = {}
         self._acknowledged: Mapping[Message, int] = {}
+        self._met: set[tuple[int, int]] = set()
+
+    def knows(self, routes: Routes) -> bool:
+        """Whether all who exchange messages have met: then `begin` does not communicate."""
+        return routes.links <= self._met
 
     def begin(self, routes: Routes) -> None:
-        """Start a batch with these messages."""
+        """Start a batch with these messages.
+
+        Collectives: a number (4 bytes) from every stage to every other one that it sends to for the first time.
+        """
         assert not [*self._sent, *self._arrived], "the last batch did not end"
         self._acknowledged = routes.acknowledged
+        with self.mesh.ledger.during("meeting"):
+            for source, target in sorted(routes.links - self._met):  # in one order on all stages
+                if source != target and self.stage in (source, target):
+                    self._meet(source, target)
+        self._met |= routes.links
+
+    def _meet(self, source: int, target: int) -> None:
+        number = torch.zeros(1, device=self.mesh.device)
+        if source == self.stage:
+            communicator, peer = self._to[target]
+            communicator.send_start(number, peer).wait()
+        else:
+            communicator, peer = self._from[source]
+            communicator.receive_start(number, peer).wait()
 
     def send(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending."""

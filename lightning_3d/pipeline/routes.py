@@ -58,6 +58,7 @@ class Routes:
         ahead: The same, when the stage has to wait anyway: also those of the action after that, and as many more as
             are small (`AHEAD_BYTES`): a receive that is posted when its message is there costs time nobody has.
         acknowledged: Message to this stage -> how many messages of this stage its sender has received before.
+        links: All (sending stage, receiving stage) of the batch, other stages' too.
     """
 
     partitions: Sequence[Partition]
@@ -70,10 +71,12 @@ class Routes:
     due: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     acknowledged: dict[Message, int] = field(default_factory=dict)
+    links: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for action in self.lists[self.stage]:
             self.needs[action], self.sends[action] = self._needs(action), self._sends(action)
+            self.links |= {(self.stage, parcel.stage) for parcel in self.sends[action]}
         for stage, actions in enumerate(self.lists):
             if stage != self.stage:
                 self._from(stage, actions)
@@ -108,6 +111,7 @@ class Routes:
         for action in actions:
             received += sum(parcel.stage == self.stage for parcel in self._needs(action))
             for parcel in self._sends(action):
+                self.links.add((stage, parcel.stage))
                 if parcel.stage == self.stage:
                     mine.append(parcel._replace(stage=stage))
                     self.acknowledged[parcel.message] = received

@@ -30,8 +30,8 @@ class Count(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         ledger = trainer.strategy.ledger
-        # "recording": the proofs of recorded programs, in the first steps only
-        kept = {k: t for k, t in ledger.traffic.items() if k[0] != "recording"}
+        # "recording": the proofs of recorded programs, in the first steps only; "meeting": before the first messages
+        kept = {k: t for k, t in ledger.traffic.items() if k[0] not in ("recording", "meeting")}
         self.traffic = {k: (t.calls, t.elements, t.payload, t.wire) for k, t in kept.items()}
 
 

@@ -1,0 +1,97 @@
+"""Messages as NCCL handles them: two ranks that never talked wait for each other, and no group of pairs is bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.comm import Pending, ProcessCommunicator
+from lightning_3d.layout import Layout
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.training_schedule import TrainingSchedule
+from lightning_3d.testing import preload, run_distributed
+from tests.pipeline.test_parity import TOLERANCE, compare
+
+preload("tests.pipeline.zoo", "lightning_3d.pipeline")
+
+
+def _connects_like_nccl(communicator: ProcessCommunicator, meeting: ProcessCommunicator) -> None:
+    """The first operation with a peer returns when the peer's first one with this rank has begun."""
+    met: set[int] = set()
+
+    def first(peer: int) -> None:
+        if peer not in met:
+            met.add(peer)
+            sent = meeting.send_start(torch.zeros(1), peer)
+            meeting.receive_start(torch.zeros(1), peer).wait()
+            sent.wait()
+
+    send, receive = communicator.send_start, communicator.receive_start
+
+    def send_start(tensor: Tensor, peer: int) -> Pending:
+        first(peer)
+        return send(tensor, peer)
+
+    def receive_start(tensor: Tensor, peer: int) -> Pending:
+        first(peer)
+        return receive(tensor, peer)
+
+    communicator.send_start, communicator.receive_start = send_start, receive_start  # type: ignore[method-assign]
+
+
+def _train(kinds: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    out = []
+    for name, virtual in kinds:
+        mesh = Mesh(Layout(pp=4), torch.device("cpu"))
+        for communicator in (mesh.forward, mesh.backward):
+            _connects_like_nccl(communicator, mesh._lines(["pp"], "meeting"))
+        schedule = TrainingSchedule(name, 4, virtual)
+        out.append(compare(mesh, "gpt", samples=8, microbatches=8, schedule=schedule))
+    return out
+
+
+def test_first_messages_do_not_wait_for_each_other() -> None:
+    """Receives are posted before what their senders wait for is sent (hangs if stages do not meet before)."""
+    for rank in run_distributed(_train, 4, [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)], timeout=60):
+        for result in rank:
+            assert result["gradient"] <= TOLERANCE
+
+
+def _bound() -> dict[str, bool]:
+    world, new_group = dist.group.WORLD, dist.new_group
+    assert world is not None
+    device = torch.device("cuda", 0)
+    bound = {}
+
+    def watched(ranks: list[int], **settings: Any) -> Any:
+        asked, world.bound_device_id = world.bound_device_id, None  # gloo cannot make the groups NCCL would
+        group = new_group(ranks, **settings)
+        world.bound_device_id = asked
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            bound[group] = asked is not None
+        return group
+
+    dist.new_group, world.bound_device_id = watched, device  # as Lightning binds it
+    mesh = Mesh(Layout(pp=2), torch.device("cpu"))
+    assert world.bound_device_id == device
+    return {name: bound[getattr(mesh, name).group] for name in ("forward", "backward", "pipeline", "data")}
+
+
+def test_groups_of_messages_are_not_bound_to_a_device() -> None:
+    """Bound to one, NCCL runs all that a rank sends and receives in one order."""
+    for rank in run_distributed(_bound, 2, timeout=60):
+        assert rank == {"forward": False, "backward": False, "pipeline": True, "data": True}
+
+
+def _links() -> int:
+    mesh = Mesh(Layout(pp=2), torch.device("cpu"))
+    compare(mesh, "mlp", samples=4, microbatches=2, schedule=TrainingSchedule("1f1b", 2))
+    return mesh.ledger.total("pp", "send", "meeting").calls
+
+
+def test_stages_meet_once() -> None:
+    """Whatever the number of batches: the ledger counts it apart."""
+    assert run_distributed(_links, 2, timeout=60) == [1, 1]
