@@ -8,10 +8,10 @@ and with it everything Lightning does on rank zero (loggers, progress bar, retur
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,20 +51,18 @@ def coordinates(layout: Layout) -> Iterator[Coordinate]:
         yield Coordinate(dp, pp, cp, tp)
 
 
-@contextmanager
-def _pairs_apart() -> Iterator[None]:
-    """NCCL groups made inside give every two ranks a communicator and a stream of their own.
+def _new_group(ranks: list[int], timeout: timedelta | None, backend: str | None = None) -> Any:
+    """A group that is not bound to the GPU, as Lightning binds the default group, which others inherit.
 
-    Lightning binds the default group to the GPU, which groups made later inherit. On a bound group NCCL runs all that
-    a rank sends and receives in one order: a receive that is posted ahead would hold up the sends to other ranks, and
-    stages would wait for each other for ever.
+    On a bound group NCCL runs all that a rank sends and receives in one order: a receive that is posted ahead would
+    hold up the sends to other ranks, and stages would wait for each other for ever. And groups under a bound one are
+    split off its NCCL communicator by all ranks together, which hangs if they are gloo's.
     """
     world = dist.group.WORLD
     assert world is not None
-    bound = world.bound_device_id
-    world.bound_device_id = None
+    bound, world.bound_device_id = world.bound_device_id, None
     try:
-        yield
+        return dist.new_group(ranks, timeout=timeout, backend=backend)
     finally:
         world.bound_device_id = bound
 
@@ -85,8 +83,7 @@ class Mesh:
         data: Communicator over dp.
         pipeline: Communicator over pp; `peer(stage)` is a stage's index in it, the last stage has index 0.
         forward, backward: Point-to-point communicators over pp, for messages to later and to earlier stages (NCCL runs
-            what two ranks do on one communicator in order, so sends and receives must not share one; see
-            `_pairs_apart`).
+            what two ranks do on one communicator in order, so sends and receives must not share one).
         replica: Communicator over all ranks that hold one copy of the model; index 0 is on the last stage.
         world: Communicator over all ranks.
         control, replica_control: Communicators over dp and over the replica whose tensors live on the CPU, for what
@@ -108,8 +105,7 @@ class Mesh:
         # ZeRO-3 gathers while reductions are under way, and a rank may be further ahead with one than with the other
         self.gathers = self._lines(["dp"], "dp") if layout.zero == 3 else self.data
         if layout.pp > 1:
-            with _pairs_apart():
-                self.forward, self.backward = self._lines(["pp"], "pp"), self._lines(["pp"], "pp")
+            self.forward, self.backward = self._lines(["pp"], "pp"), self._lines(["pp"], "pp")
         else:
             self.forward = self.backward = self.pipeline
         self.replica = self._lines(["pp", "cp", "tp"], "replica")
@@ -155,7 +151,7 @@ class Mesh:
             mine: ProcessCommunicator | None = None
             for start in range(0, self.layout.world_size, count):  # tp is the innermost axis
                 ranks = list(range(start, start + count))
-                group = dist.new_group(ranks, timeout=self.timeout)
+                group = _new_group(ranks, self.timeout)
                 if self.rank in ranks:
                     mine = ProcessCommunicator("tp", group, self.device, self.ledger)
             assert mine is not None
@@ -182,7 +178,7 @@ class Mesh:
                 members.setdefault(key, []).append(rank_of(self.layout, at))
         mine: ProcessCommunicator | None = None
         for ranks in members.values():
-            group = dist.new_group(sorted(ranks), timeout=self.timeout, backend=backend)
+            group = _new_group(sorted(ranks), self.timeout, backend)
             if self.rank in ranks:
                 device = torch.device("cpu") if backend == "gloo" else self.device
                 mine = ProcessCommunicator(name, group, device, self.ledger)
