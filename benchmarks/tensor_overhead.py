@@ -140,7 +140,7 @@ def race(runs: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]
 
 def run(smoke: bool, progress: Progress) -> Result:
     """Blocks, also by DTensor, and three whole language models."""
-    rounds = 3 if smoke else 100
+    rounds = 3 if smoke else 300
     models = {"blocks": blocks, "examples/train_gpt.py": gpt, "Hugging Face Llama": llama, "Hugging Face GPT-2": gpt2}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -111,13 +111,14 @@ class Live:
     """A forward whose backward has not run yet.
 
     It keeps the graph of what the window made, not the values: those are freed once they are sent, unless the backward
-    of the window itself needs them.
+    of the window itself needs them. The backward is that of `factor * loss`.
     """
 
     partition: Partition
     window: int
     run: StageRun
     loss: Tensor | None = None
+    factor: float | Tensor = 1.0
     edges: dict[Vid, GradientEdge] = field(init=False)
     halves: Halves | None = None
     later: WeightHalf | None = None
@@ -209,6 +210,13 @@ def trained_loss(out: Any, step_name: str) -> Tensor | None:
     return loss
 
 
+def _seed(loss: Tensor, factor: float | Tensor) -> Tensor:
+    """The gradient of `factor * loss` by the loss, without nodes for the product."""
+    if isinstance(factor, Tensor):
+        return torch.ones_like(loss).mul_(factor)
+    return torch.full_like(loss, factor)
+
+
 def divide(live: Live, vids: Iterable[Vid]) -> None:
     """Prepare `backward(live, ..., weights_later=True)` before the gradients, of these values, are there."""
     roots = _roots(live, vids)
@@ -243,7 +251,7 @@ def backward(
     roots = _roots(live, gradients)
     given = [g for vid, g in gradients.items() if vid in live.edges]
     if live.loss is not None and len(roots) > len(given):
-        given.append(torch.ones_like(live.loss))
+        given.append(_seed(live.loss, live.factor))
     starts = list(zip(roots, given, strict=True))
     live.loss = None
     if starts:

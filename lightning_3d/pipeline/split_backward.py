@@ -308,9 +308,11 @@ def _can_wait(node: Node) -> bool:
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Where the backward of a tensor begins; keeps the graph, but not the tensor's memory."""
     node: Any = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):  # needs more to be kept alive
+    if node is None or not torch.is_grad_enabled():
         return torch.autograd.graph.get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+    # Python's object of a custom Function does not keep its node alive; another node after it does
+    owner = tensor.view_as(tensor).grad_fn if isinstance(node, torch._C._FunctionBase) else None
+    return GradientEdge(node, tensor.output_nr, owner)
 
 
 def backward_from(

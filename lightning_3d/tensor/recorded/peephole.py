@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +47,23 @@ def simplified(tape: Tape) -> Tape:
 Hooks = OrderedDict[int, Callable[[Tensor], "Tensor | None"]]
 
 
-def _hooks(group: TensorGroup) -> tuple[Hooks, Hooks]:
-    """The gradient hooks of (`copy_in`, `reduce_out`), made once."""
-    hooks: tuple[Hooks, Hooks] | None = group.__dict__.get("gradient_hooks")
+class _GradientHooks(NamedTuple):
+    """What `copy_in` (of any gradient, and of one that matmuls made and nobody else has) and `reduce_out` become."""
+
+    entered: Hooks
+    entered_fresh: Hooks
+    reduced: Hooks
+
+
+def _hooks(group: TensorGroup) -> _GradientHooks:
+    """The gradient hooks, made once."""
+    hooks: _GradientHooks | None = group.__dict__.get("gradient_hooks")
     if hooks is None:
         hooks = group.__dict__["gradient_hooks"] = _make_hooks(group)
     return hooks
 
 
-def _make_hooks(group: TensorGroup) -> tuple[Hooks, Hooks]:
+def _make_hooks(group: TensorGroup) -> _GradientHooks:
     reduce: Any = group.comm.all_reduce
 
     def entered(grad: Tensor) -> Tensor:
@@ -64,10 +72,16 @@ def _make_hooks(group: TensorGroup) -> tuple[Hooks, Hooks]:
         reduced: Tensor = reduce(grad.clone(memory_format=torch.contiguous_format))
         return reduced
 
+    def entered_fresh(grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return collectives.reduce_out(grad, group)
+        reduced: Tensor = reduce(grad.contiguous())
+        return reduced
+
     def reduced(grad: Tensor) -> Tensor | None:
         return collectives.copy_in(grad, group) if torch.is_grad_enabled() else None
 
-    return OrderedDict({0: entered}), OrderedDict({0: reduced})
+    return _GradientHooks(OrderedDict({0: entered}), OrderedDict({0: entered_fresh}), OrderedDict({0: reduced}))
 
 
 def _attach(x: Tensor, hooks: Hooks) -> None:
@@ -117,7 +131,7 @@ def _reduced_in_place(operations: list[Operation], tape: Tape) -> list[Operation
         if operation.function is _reduce_out and isinstance(partial, Ref) and uses[partial.name] == 1:
             maker = makers.get(partial.name)
             if maker is not None and maker.name in _MATMULS and maker.ambient == operation.ambient:
-                hooks = Constant(_hooks(operation.args[1].value)[1])
+                hooks = Constant(_hooks(operation.args[1].value).reduced)
                 operation = operation.replaced(reduce_in_place, partial, operation.args[1], hooks)
         out.append(operation)
     return out
@@ -137,6 +151,9 @@ def _entered_by_hook(tape: Tape) -> Tape:
     uses, makers = _uses(operations, tape), _producers(operations)
     entries = Counter(o.args[0].name for o in operations if _is_entry(o, tape))
     hooked = {n for n, count in entries.items() if count == uses[n] and n in makers and n not in tape.large}
+    # matmuls give their input a gradient nobody else has; anything else may pass on one that another tensor gets, too
+    products = Counter(o.args[0].name for o in operations if _is_entry(o, tape) and o.function is _column_linear)
+    multiplied = {n for n in hooked if products[n] == uses[n]}
     out: list[Operation] = []
     aliases: dict[str, Ref] = {}
     entered: set[str] = set()
@@ -149,7 +166,8 @@ def _entered_by_hook(tape: Tape) -> Tape:
             continue
         if x.name not in entered:
             entered.add(x.name)
-            hooks = Constant(_hooks(operation.args[-1].value)[0])
+            found = _hooks(operation.args[-1].value)
+            hooks = Constant(found.entered_fresh if x.name in multiplied else found.entered)
             out.append(Operation(enter_by_hook, (x, hooks), {}, None, None, operation.ambient))
         if operation.function is _copy_in:
             aliases[operation.result.name] = x

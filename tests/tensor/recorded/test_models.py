@@ -6,8 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.tensor_overhead import Alone, blocks
+from lightning_3d.tensor import TensorGroup, plan_tensor_parallel, rewrite
+from lightning_3d.tensor.recorded.recording import Recording
 from tests.tensor.models import PLAIN, NanoGPT, encoder, mean_square, next_token
 from tests.tensor.recorded.helpers import both, check_against_one_process, check_against_rules, reasons, replays
 
@@ -63,3 +68,29 @@ def test_hugging_face_models(name: str) -> None:
     check_against_rules(recorded, rules, 1e-6)
     check_against_one_process(model, plan, step, recorded, 1e-5)  # their norms compute in float32
     assert replays(recorded) >= 4, reasons(recorded)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_that_matmuls_make_are_reduced_where_they_are() -> None:
+    """Nobody else has them, so a block's backward copies none before its all-reduces."""
+    model, step = blocks(2)
+    group = TensorGroup(Alone("tp", 0, 2))
+    rewrite(model, plan_tensor_parallel(model, step, 2), group)
+    recording, copies = Recording(model, group), _Copies()
+    for _ in range(3):
+        with recording.running(begins=True):
+            loss = step(model)
+            with copies:
+                copies.count = 0
+                loss.backward()
+    assert all(block.replays for block in recording.blocks.values())
+    assert copies.count == 0
