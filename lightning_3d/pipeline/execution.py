@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -111,14 +112,14 @@ class Live:
     """A forward whose backward has not run yet.
 
     It keeps the graph of what the window made, not the values: those are freed once they are sent, unless the backward
-    of the window itself needs them. The backward is that of `factor * loss`.
+    of the window itself needs them. The backward is that of the loss times all `factors`.
     """
 
     partition: Partition
     window: int
     run: StageRun
     loss: Tensor | None = None
-    factor: float | Tensor = 1.0
+    factors: tuple[float | Tensor, ...] = ()
     edges: dict[Vid, GradientEdge] = field(init=False)
     halves: Halves | None = None
     later: WeightHalf | None = None
@@ -210,11 +211,14 @@ def trained_loss(out: Any, step_name: str) -> Tensor | None:
     return loss
 
 
-def _seed(loss: Tensor, factor: float | Tensor) -> Tensor:
-    """The gradient of `factor * loss` by the loss, without nodes for the product."""
-    if isinstance(factor, Tensor):
-        return torch.ones_like(loss).mul_(factor)
-    return torch.full_like(loss, factor)
+def _seed(loss: Tensor, factors: tuple[float | Tensor, ...]) -> Tensor:
+    """The gradient by the loss of its product with the factors, in the loss's precision and without nodes."""
+    number = math.prod(x for x in factors if not isinstance(x, Tensor))
+    seed = torch.full_like(loss, number)
+    for factor in factors:
+        if isinstance(factor, Tensor):
+            seed.mul_(factor)
+    return seed
 
 
 def divide(live: Live, vids: Iterable[Vid]) -> None:
@@ -251,7 +255,7 @@ def backward(
     roots = _roots(live, gradients)
     given = [g for vid, g in gradients.items() if vid in live.edges]
     if live.loss is not None and len(roots) > len(given):
-        given.append(_seed(live.loss, live.factor))
+        given.append(_seed(live.loss, live.factors))
     starts = list(zip(roots, given, strict=True))
     live.loss = None
     if starts:

@@ -126,7 +126,7 @@ def _microbatch(
         values.update(run.captured)
         lives.append(Live(partition, window.number, run))
     loss = loss_of(out, partition.trace.step)
-    lives[-1].loss, lives[-1].factor = loss, weight
+    lives[-1].loss, lives[-1].factors = loss, (weight,)
     gradients: dict[Vid, Tensor] = {}
     logged = list(lives[-1].run.logged)
     for live in reversed(lives):

@@ -205,7 +205,7 @@ class Walk:
             if training:
                 loss = trained_loss(out, self.step_name)
                 self.losses[i] = None if loss is None else loss.detach()
-                live.loss, live.factor = loss, self._weight(i) * self.scale
+                live.loss, live.factors = loss, (self._weight(i), self.scale)
                 self.outputs[i] = detached(out)
         if not run.delivered:
             self._send(action, run.captured)
