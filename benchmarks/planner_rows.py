@@ -25,7 +25,7 @@ def read_rows(path: str | Path) -> list[Row]:
     with Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        if number(row, "hidden") and not row["heads"]:
+        if number(row, "hidden") and not row.get("heads"):
             row["heads"] = _heads_of_others(row, rows)
     return rows
 

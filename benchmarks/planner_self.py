@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import machine, quiet
 from benchmarks.planner_scores import spearman
 from lightning_3d import ThreeDStrategy
+from lightning_3d.comm import FIRST_STEPS_ONLY
 from lightning_3d.layout import Layout
 from lightning_3d.planner.calibrate import measured_cluster
 from lightning_3d.planner.candidate import Job, candidate_for
@@ -66,7 +67,7 @@ class Watch(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.seconds.append(time.perf_counter() - self._start)
-        kept = [(k, t) for k, t in trainer.strategy.ledger.traffic.items() if k[0] not in ("recording", "meeting")]
+        kept = [(k, t) for k, t in trainer.strategy.ledger.traffic.items() if k[0] not in FIRST_STEPS_ONLY]
         self.traffic = {axis: sum(t.wire for (_, a, _), t in kept if a == axis) for axis in AXES}
 
 

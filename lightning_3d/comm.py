@@ -36,6 +36,10 @@ class Traffic:
     wire: float = 0.0
 
 
+FIRST_STEPS_ONLY = frozenset({"recording", "meeting"})
+"""Phases that later steps do not have: proofs of recorded programs, and stages that meet before their first message."""
+
+
 @dataclass
 class Ledger:
     """Counts communication by (phase, axis, op). Phases are set by who drives the step: forward, backward, ..."""

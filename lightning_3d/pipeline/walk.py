@@ -105,7 +105,7 @@ class Walk:
         self.program.step_values.begin(m for p in self.partitions for m in p.trace.step_metrics if several)
         # only these give gradients of weights
         last_backward = max((k for k, action in enumerate(mine) if action.kind in ("B", "W")), default=-1)
-        if not self.channels.knows(routes):
+        if not self.channels.knows(routes):  # `begin` waits for other stages
             self._settle()
         self.channels.begin(routes)
         try:

@@ -1,4 +1,4 @@
-"""Messages as NCCL handles them: two ranks that never talked wait for each other, and no group of pairs is bound."""
+"""Messages as NCCL handles them: two ranks that never talked wait for each other, and no group is bound to a device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from lightning_3d.comm import Pending, ProcessCommunicator
 from lightning_3d.layout import Layout
 from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline import PipelineRunner
 from lightning_3d.pipeline.training_schedule import TrainingSchedule
 from lightning_3d.testing import preload, run_distributed
 from tests.pipeline.test_parity import TOLERANCE, compare
+from tests.pipeline.zoo import batch_of, build
 
 preload("tests.pipeline.zoo", "lightning_3d.pipeline")
 
@@ -83,12 +85,17 @@ def test_groups_are_not_bound_to_a_device() -> None:
         assert rank["world"]
 
 
-def _links() -> int:
-    mesh = Mesh(Layout(pp=2), torch.device("cpu"))
-    compare(mesh, "mlp", samples=4, microbatches=2, schedule=TrainingSchedule("1f1b", 2))
-    return mesh.ledger.total("pp", "send", "meeting").calls
+def _meetings() -> list[int]:
+    mesh, batch = Mesh(Layout(pp=2), torch.device("cpu")), batch_of("mlp", 4)
+    runner = PipelineRunner(build("mlp"), mesh, num_microbatches=2)
+    runner.setup("training_step", batch)
+    sent = []
+    for _ in range(2):
+        runner.train_step(batch, 0)
+        sent.append(mesh.ledger.total("pp", "send", "meeting").calls)
+    return sent
 
 
 def test_stages_meet_once() -> None:
-    """Whatever the number of batches: the ledger counts it apart."""
-    assert run_distributed(_links, 2, timeout=60) == [1, 1]
+    """Each sends the other a number before the first batch, and nothing before the second."""
+    assert run_distributed(_meetings, 2, timeout=60) == [[1, 1], [1, 1]]

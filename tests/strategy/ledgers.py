@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.comm import FIRST_STEPS_ONLY
 from tests import models
 from tests.strategy.cases import trainer_for
 
@@ -30,8 +31,7 @@ class Count(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         ledger = trainer.strategy.ledger
-        # "recording": the proofs of recorded programs, in the first steps only; "meeting": before the first messages
-        kept = {k: t for k, t in ledger.traffic.items() if k[0] not in ("recording", "meeting")}
+        kept = {k: t for k, t in ledger.traffic.items() if k[0] not in FIRST_STEPS_ONLY}
         self.traffic = {k: (t.calls, t.elements, t.payload, t.wire) for k, t in kept.items()}
 
 

@@ -66,22 +66,20 @@ def _hooks(group: TensorGroup) -> _GradientHooks:
 def _make_hooks(group: TensorGroup) -> _GradientHooks:
     reduce: Any = group.comm.all_reduce
 
-    def entered(grad: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return collectives.reduce_out(grad, group)
-        reduced: Tensor = reduce(grad.clone(memory_format=torch.contiguous_format))
-        return reduced
+    def entered(fresh: bool) -> Hooks:
+        def enter(grad: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                return collectives.reduce_out(grad, group)
+            mine = grad.contiguous() if fresh else grad.clone(memory_format=torch.contiguous_format)
+            total: Tensor = reduce(mine)
+            return total
 
-    def entered_fresh(grad: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return collectives.reduce_out(grad, group)
-        reduced: Tensor = reduce(grad.contiguous())
-        return reduced
+        return OrderedDict({0: enter})
 
     def reduced(grad: Tensor) -> Tensor | None:
         return collectives.copy_in(grad, group) if torch.is_grad_enabled() else None
 
-    return _GradientHooks(OrderedDict({0: entered}), OrderedDict({0: entered_fresh}), OrderedDict({0: reduced}))
+    return _GradientHooks(entered(False), entered(True), OrderedDict({0: reduced}))
 
 
 def _attach(x: Tensor, hooks: Hooks) -> None:
