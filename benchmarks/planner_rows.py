@@ -12,7 +12,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.planner.candidate import Candidate, Job
 from lightning_3d.planner.chain import ShapeChain
-from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.cluster import Cluster, read_internode
 from lightning_3d.planner.hardware import GB, gpus
 from lightning_3d.planner.model import ModelShape
 from lightning_3d.planner.step_time import Run, step_time
@@ -135,6 +135,8 @@ def software_of(row: Row) -> str:
         tangled = "async" in note.lower()
         if "Kempner" in name:
             return "dtensor-compile" if compiled else "dtensor"
+        if compiled and re.search(r"2025-?(0[4-9]|1)", row.get("where", "")):
+            return "torchtitan-2025-async" if tangled else "torchtitan-2025"
         return "torchtitan-async" if tangled else "torchtitan-compile" if compiled else "torchtitan"
     return "lightning_3d"
 
@@ -143,7 +145,7 @@ def recipe_of(row: Row) -> str:
     """What is stored per parameter."""
     software, precision = software_of(row), row["precision"]
     if "pure bf16" in precision:
-        return "pure-bf16"
+        return "pure-bf16-float32-reduction" if "reduce in fp32" in precision else "pure-bf16"
     if software == "nanotron":
         return "nanotron"
     if software.startswith("deepspeed"):
@@ -171,13 +173,15 @@ def cluster_of(row: Row) -> Cluster | None:
     elif match := re.search(r"(\d+) Gb/s per node", text):
         nic, nics = float(match[1]) / 8 / 8 * GB, 8
     elif "Omni-Path" in text:
-        nic, nics = 12.5 * GB, 4
+        nic, nics = read_internode("opa100x4")
     elif match := re.search(r"(\d+) Gb/s", text):
         nic = float(match[1]) / 8 * GB
     elif row["framework"].startswith("Megatron-LM") and gpu.generation == "ampere":
         nic = 25 * GB  # Selene: DGX A100
     nics = max(1, min(nics, nics * per_node // max(per_node, whole(row, "gpus_per_node", per_node))))
-    return Cluster(gpu, count, per_node, nic=nic, nics=nics)
+    # the source itself: machines of later rows are "1-5% faster"
+    efficiency = 1.03 if "1-5% faster" in row["note"] else 1.0
+    return Cluster(gpu, count, per_node, nic=nic, nics=nics, efficiency=efficiency)
 
 
 def precision_of(row: Row) -> str:
@@ -239,6 +243,8 @@ def _asked(row: Row) -> Asked | None:
 
 def _sp(row: Row, tp: int) -> bool:
     """Megatron since 2022 divides by sequence where it divides by tensor; where the source does not say, it did."""
+    if software_of(row).startswith("dtensor") and whole(row, "pp", 1) > 1:
+        return False  # KempnerForge's tensor_parallel.py: not in pipeline stages
     unsaid = not row["sp"] and (software_of(row) == "megatron" or row["recompute_kind"] == "selective")
     return tp > 1 and (row["sp"].startswith("yes") or unsaid)
 

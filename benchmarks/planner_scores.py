@@ -201,7 +201,8 @@ def measured_memory(rows: list[Row]) -> dict[str, Score]:
             "megatron_estimator",
             "gpipe",
         )
-        if value is None or known or "MLA" in row["arch"] or (found := asked(row)) is None:
+        odd = "memory looks odd" in row["note"]  # says the source
+        if value is None or known or odd or "MLA" in row["arch"] or (found := asked(row)) is None:
             continue
         needed = memory(_memory_run(row, found))
         bytes_ = number(row, "mem_bytes") or value * 1e9
@@ -226,6 +227,8 @@ def _memory_of(row: Row, needed: Memory) -> float:
         return needed.stages[-1].allocated
     if "smi" in unit:
         return max(needed.stages[0].total, needed.stages[-1].total)
+    if "rank shown" in kind:  # the first, whose log is printed
+        return needed.stages[0].allocated
     return needed.peak.allocated if "max_memory_allocated" in kind else needed.peak.reserved
 
 

@@ -113,10 +113,13 @@ class Software:
         shard_host: Seconds, per layer and replica, in which the CPU launches the copies of every parameter's shards,
             where ZeRO 1 and 2 scatter and gather lists of them in place of one buffer.
         reduces_whole: Whether ZeRO 1 reduces whole gradients on every rank, as without ZeRO.
+        adds_whole: Whether ZeRO-3 adds up the gradients of several microbatches whole, in the precision in which they
+            are reduced, once a step (FSDP2 without gradient synchronisation); otherwise it reduces every microbatch's.
         fused_gate: Whether a gated MLP keeps three activations, or four.
         keeps_gathered: Whether sequence parallelism keeps the gathered inputs of linear layers for the backward.
         logits: Bytes per logit at the peak: in the activations' and in full precision, their gradients, the loss.
         whole_logits: Whether logits are whole on every tensor-parallel rank.
+        whole_embedding: Whether every tensor-parallel rank holds the whole embedding; in a pipeline the head, too.
         keeps_products: Whether selective recomputation keeps the results of all products (`recompute.py`), or means
             attention's scores (Korthikanti et al.).
         narrow: Whether fp8 keeps the inputs of linear layers in 8 bits.
@@ -148,10 +151,12 @@ class Software:
     gathers_once: bool = False
     shard_host: float = 0.0
     reduces_whole: bool = False
+    adds_whole: bool = False
     fused_gate: bool = True
     keeps_gathered: bool = False
     logits: float = 12.0
     whole_logits: bool = False
+    whole_embedding: bool = False
     narrow: bool = False
     keeps_products: bool = False
     after_inputs: float = 1.0
@@ -215,7 +220,14 @@ SOFTWARE: dict[str, Software] = {
     ),
     "deepspeed-2021": Software(flash=False, rings=1, data_inside=True),
     "deepspeed": Software(
-        buffers=2e9, flash=False, data_overlap=0.0, data_inside=True, reduces_whole=True, sync=2.8e-3, speed=0.885
+        buffers=2e9,
+        flash=False,
+        data_overlap=0.0,
+        data_inside=True,
+        scatter=True,  # its engine sends partitioned activations where there is tensor parallelism
+        reduces_whole=True,
+        sync=2.2e-3,
+        speed=0.87,
     ),
     "fsdp": Software(logits=4.0, attention=0.58, host=200e-6, speed=0.88),
     "torchtitan": Software(
@@ -225,19 +237,33 @@ SOFTWARE: dict[str, Software] = {
     "torchtitan-async": Software(
         gathers_once=True, logits=14.0, ring=0.6, elementwise=0.8, tensor_overlap=0.35, speed=0.84
     ),
-    # FSDP2 with DTensor, logits gathered (KempnerForge)
+    # since April 2025 the loss is compiled, too (torchtitan #1033): of logits only bf16 ones and their gradients exist
+    "torchtitan-2025": Software(gathers_once=True, logits=4.0, ring=0.6, elementwise=0.8, speed=0.84),
+    "torchtitan-2025-async": Software(
+        gathers_once=True, logits=4.0, ring=0.6, elementwise=0.8, tensor_overlap=0.35, speed=0.84
+    ),
+    # FSDP2 with DTensor, logits gathered and left in bf16 (KempnerForge)
     "dtensor": Software(
         fused_gate=False,
         gathers_once=True,
-        logits=14.0,
+        adds_whole=True,
+        logits=8.0,
         whole_logits=True,
+        whole_embedding=True,
         ring=0.6,
         elementwise=1.7,
         host=200e-6,
         speed=0.83,
     ),
     "dtensor-compile": Software(
-        gathers_once=True, logits=14.0, whole_logits=True, ring=0.6, elementwise=0.8, speed=0.89
+        gathers_once=True,
+        adds_whole=True,
+        logits=8.0,
+        whole_logits=True,
+        whole_embedding=True,
+        ring=0.6,
+        elementwise=0.8,
+        speed=0.89,
     ),
     "nanotron": Software(
         fused_gate=False,

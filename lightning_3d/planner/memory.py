@@ -161,6 +161,8 @@ def model_states(run: Run, params: Params) -> States:
     experts = states(params.experts, recipe, layout.zero, max(1, replicas // layout.ep))
     held = States(*(sum(parts) for parts in zip(dense, frozen, experts, strict=True)))
     software = run.software
+    if _adds_whole(run):
+        return held._replace(gradients=params.trained * recipe.reduced)
     if not software.buckets_in_flight or layout.zero == 0 or replicas == 1:
         return held
     # this rank's part of the reduced gradient, and full-size buffers: those under way, or all while gradients add up
@@ -168,6 +170,12 @@ def model_states(run: Run, params: Params) -> States:
     adds_up = layout.zero == 1 and (layout.pp > 1 or run.candidate.microbatches * run.job.accumulate > 1)
     flying = full if adds_up else min(full, software.buckets_in_flight * software.bucket)
     return held._replace(gradients=full / replicas + flying)
+
+
+def _adds_whole(run: Run) -> bool:
+    """Whether ZeRO-3 keeps a whole gradient until the step's last microbatch."""
+    several = run.candidate.microbatches * run.job.accumulate > 1
+    return run.software.adds_whole and several and run.candidate.layout.zero == 3 and run.group("dp").size > 1
 
 
 def kept_bytes(work: Work, recompute: str, end: bool) -> float:
@@ -198,7 +206,8 @@ def _gathered(run: Run, blocks: list[tuple[float, int]]) -> float:
     if layout.zero < 3 or layout.dp * layout.cp == 1:
         return 0.0
     recipe: Recipe = recipe_named(run.job.recipe)
+    counted = _adds_whole(run)  # among the states
     if layout.pp > 1 and run.software.gathers_once:
-        return sum(params * count for params, count in blocks) * (recipe.compute + recipe.gradient)
+        return sum(params * count for params, count in blocks) * (recipe.compute + (0 if counted else recipe.gradient))
     largest = sorted((params for params, count in blocks for _ in range(min(2, count))), reverse=True)
-    return sum(largest[:2]) * recipe.compute + largest[0] * recipe.reduced
+    return sum(largest[:2]) * recipe.compute + (0 if counted else largest[0] * recipe.reduced)

@@ -43,6 +43,7 @@ RECIPES: dict[str, Recipe] = {
     "16-true": Recipe(2, 2, 12, reduced=2),
     "bf16-true-float32-gradients": Recipe(2, 4, 12),
     "pure-bf16": Recipe(2, 2, 4, reduced=2),
+    "pure-bf16-float32-reduction": Recipe(2, 2, 4),
     # Megatron-LM: bf16 or fp16 weights, gradients added in float32, master and moments
     "megatron": Recipe(2, 4, 12),
     "megatron-bf16-gradients": Recipe(2, 2, 12, reduced=2),

@@ -54,6 +54,8 @@ class Run:
             keeps_gathered=self.software.keeps_gathered,
             logits=self.software.logits * _WIDTH.get(job.precision, 2) / 2,
             whole_logits=self.software.whole_logits,
+            whole_embedding=self.software.whole_embedding,
+            whole_head=self.software.whole_embedding and layout.pp > 1,
             keeps_products=self.software.keeps_products,
             narrow=self.software.narrow and job.precision.startswith(("fp8", "fp4")),
         )
@@ -313,12 +315,14 @@ def _of_stage(run: Run, params: float, trained: float, layers: int, seconds: Sec
     forward, backward = seconds.whole_forward, seconds.whole_inputs + seconds.weights
     if layout.zero == 3:
         times = (1 if layout.pp > 1 and software.gathers_once else run.candidate.microbatches) * run.job.accumulate
+        reduces = 1 if software.adds_whole else times
         gather = takes("all_gather", recipe.compute, pieces, params)
         reduce = takes("reduce_scatter", recipe.reduced, pieces)
-        exposed = _not_hidden(gather, forward, software.data_overlap, pieces)
-        exposed += _not_hidden(gather + reduce, backward, software.data_overlap, pieces)
-        total = 2 * gather + reduce
-        return times * exposed, times * (total - exposed), update
+        backwards = _not_hidden(gather + reduce, backward, software.data_overlap, pieces)
+        without = _not_hidden(gather, backward, software.data_overlap, pieces)
+        exposed = times * _not_hidden(gather, forward, software.data_overlap, pieces)
+        exposed += reduces * backwards + (times - reduces) * without
+        return exposed, 2 * times * gather + reduces * reduce - exposed, update
     whole = layout.zero == 0 or (layout.zero == 1 and software.reduces_whole)
     reduce = takes("all_reduce" if whole else "reduce_scatter", recipe.reduced, pieces)
     times = run.candidate.microbatches * run.job.accumulate if layout.zero == 2 else 1

@@ -27,6 +27,7 @@ class Setting:
         flash: Whether attention is fused.
         width: Bytes of an activation.
         fused_gate, keeps_gathered, logits, whole_logits: How activations are kept; see `constants.Software`.
+        whole_embedding, whole_head: Whether every tensor-parallel rank holds all of it.
         narrow: Whether the inputs of linear layers are kept in 8 bits.
         keeps_products: Whether selective recomputation keeps the results of products and of attention, and computes
             the rest again; otherwise it computes attention's scores again.
@@ -45,6 +46,8 @@ class Setting:
     keeps_gathered: bool = False
     logits: float = 12.0
     whole_logits: bool = False
+    whole_embedding: bool = False
+    whole_head: bool = False
     narrow: bool = False
     keeps_products: bool = False
 
@@ -233,7 +236,7 @@ def _kept(
 def embedding_work(model: ModelShape, at: Setting) -> Work:
     """The embedding: a look-up, and the masks of its dropout."""
     whole = at.tokens * model.hidden * at.width
-    params = (model.embedding_params / at.tp) + model.positions * model.hidden
+    params = model.embedding_params / (1 if at.whole_embedding else at.tp) + model.positions * model.hidden
     kept = at.tokens * model.hidden / (at.tp if at.sp else 1) if model.dropout else 0.0
     return Work(
         moved=3.0 * whole,
@@ -246,9 +249,10 @@ def embedding_work(model: ModelShape, at: Setting) -> Work:
 
 def head_work(model: ModelShape, at: Setting) -> Work:
     """The last norm, the head and the loss. Logits are kept in the activations' and in full precision."""
-    vocab = share(model.vocab, at.tp)
+    parts = 1 if at.whole_head else at.tp
+    vocab = share(model.vocab, parts)
     logits = float(at.tokens) * vocab
-    held = logits * (at.tp if at.whole_logits else 1)
+    held = logits * (parts if at.whole_logits else 1)
     whole = at.tokens * model.hidden * at.width / (at.tp if at.sp else 1)
     norm = model.hidden * (2 if model.biases else 1)
     return Work(
@@ -257,5 +261,5 @@ def head_work(model: ModelShape, at: Setting) -> Work:
         kept=2 * whole + min(4.0, at.logits) * held,
         passing=max(0.0, at.logits - 4) * held + (4.0 * at.tokens * model.hidden if at.sp else 0.0),
         entry=whole,
-        params=Params(norm + (0 if model.tied else model.embedding_params / at.tp)),
+        params=Params(norm + (0 if model.tied else model.embedding_params / parts)),
     )
