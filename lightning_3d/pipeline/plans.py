@@ -104,7 +104,7 @@ class Plans:
         """
         circumstances = self._circumstances(step_name, args)
         found: list[Partition] = []
-        before: dict[Any, Partition] = {}
+        before: dict[Any, tuple[int, Partition]] = {}
         while True:
             chosen = []
             for number in range(len(found), len(microbatches)):
@@ -128,9 +128,9 @@ class Plans:
             new = self._trace(step_name, microbatches[number], self.program.atoms, args, seeds[number])
             known = self.partitions[circumstances, shape]
             known.append(self._agreed(step_name, new))
-            before[shape] = known[-1]
             found.append(known[-1])
             del known[:-_PATHS_KEPT]
+            before[shape] = len(known) - 1, known[-1]
             while len(self.partitions) > _SIGNATURES_KEPT:
                 self.partitions.pop(next(iter(self.partitions)))
 
@@ -213,7 +213,7 @@ class Plans:
         args: Sequence[Any],
         seeds: Seeds,
         circumstances: Any,
-        before: dict[Any, Partition],
+        before: dict[Any, tuple[int, Partition]],
     ) -> tuple[int, Partition | None]:
         """The known partition for the path this microbatch takes, and its number; (-1, None) if there is none.
 
@@ -222,14 +222,17 @@ class Plans:
             microbatch, args: What it gets.
             seeds: Of the microbatch.
             circumstances: Of the batch.
-            before: Signature -> partition of the microbatch before this one in the same batch; this one is added.
+            before: Signature -> what was found for the microbatch before this one in the same batch; this one is added.
         """
         shape = signature(microbatch)
+        last = before.get(shape)
+        if last is not None and not last[1].trace.branch_point:  # nothing in it could take another path
+            return last
         known = self.partitions.setdefault((circumstances, shape), [])
-        state = None if shape in before else plain_state(self.program.open_modules)
-        for partition in sorted(known, key=lambda p: p is not before.get(shape)):
+        state = None if last else plain_state(self.program.open_modules)
+        for partition in sorted(known, key=lambda p: last is None or p is not last[1]):
             # Python state is that of the whole batch: the first of its microbatches is followed to the end
-            whole = shape not in before and (
+            whole = last is None and (
                 partition.trace.looks_at_python
                 or len(known) > 1
                 or bool(partition.trace.carried)
@@ -242,7 +245,8 @@ class Plans:
                 seeds,
                 whole=whole,
             ):
-                if shape not in before:
-                    before[shape], partition.trace.python_state = partition, state
-                return known.index(partition), partition
+                index = known.index(partition)
+                if last is None:
+                    before[shape], partition.trace.python_state = (index, partition), state
+                return index, partition
         return -1, None

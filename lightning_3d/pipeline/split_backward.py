@@ -12,7 +12,7 @@ themselves. What cannot be divided without doing work twice stays in the first h
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,19 +113,25 @@ class Halves:
         self._to_leaf = graph.to_leaf
         branches, now = graph.divide()
         half = self._half
-        half.weights = [w for w in graph.weights_behind(b.edge.node for b in branches) if id(w) not in now]
-        later = {id(w) for w in half.weights}
-        ways: Counter[int] = Counter()
-        behind: dict[Node, list[Tensor]] = defaultdict(list)
-        for branch in branches:
-            weights = graph.weights_behind([branch.edge.node])
-            ways.update(id(w) for w in weights)
-            if _can_wait(branch.product):
-                self._waiting.append(branch.product)
-            elif any(id(w) in later for w in weights):
-                half.branches.setdefault(branch.product, []).append(branch.edge)
-                behind[branch.product] += weights
-        half.alone = {p: own for p, own in behind.items() if all(id(w) in later and ways[id(w)] == 1 for w in own)}
+        later: dict[int, Tensor] = {}
+        ways: dict[int, int] = {}
+        alone: dict[Node, list[Tensor]] = {}
+        for _, edge in branches:
+            weights = graph.behind[edge.node]
+            later.update(weights)
+            for weight in weights:
+                ways[weight] = ways.get(weight, 0) + 1
+        for weight in now:
+            later.pop(weight, None)
+        half.weights = list(later.values())
+        for product, edge in branches:
+            weights = graph.behind[edge.node]
+            if _can_wait(product):
+                self._waiting.append(product)
+            elif any(weight in later for weight in weights):
+                half.branches.setdefault(product, []).append(edge)
+                alone.setdefault(product, []).extend(weights.values())
+        half.alone = {p: own for p, own in alone.items() if all(id(w) in later and ways[id(w)] == 1 for w in own)}
         # with `inputs` autograd skips what leads to the other weights
         self._inputs = [*wanted, *now.values()]
 
@@ -213,88 +219,95 @@ def _put_at(given: Mapping[int, Tensor]) -> Callable[..., Any]:
     return hook
 
 
+_Edge = tuple[Node, int]
+"""A node, and which of its gradients arrives on this edge."""
+
+
 class _Graph:
-    """The autograd graph of one window.
+    """The autograd graph of one window. (It is looked at once per microbatch: what it does is written plainly.)
 
     Attributes:
         to_leaf: Nodes from which a received value can be reached.
+        behind: Every other node -> the weights that are reached from it, by id.
     """
 
     def __init__(self, roots: Sequence[Node], leaves: set[int]) -> None:
-        self._edges: dict[Node, list[tuple[Node, int]]] = {}  # asked for once: each time costs a new Python object
-        self._order = self._after_children(roots)
+        self._edges: dict[Node, list[_Edge]] = {}  # asked for once: each time costs a new Python object
+        self._order = _after_children(roots, self._edges)
         self.to_leaf: set[Node] = set()
-        self._variables: dict[Node, Tensor] = {}
+        self.behind: dict[Node, dict[int, Tensor]] = {}
+        self._weights: set[Node] = set()
         for node in self._order:
             edges = self._edges[node]
-            if not edges and node.name() == _LEAF:
+            if edges:
+                below = [self.behind[child] for child, _ in edges if child not in self.to_leaf]
+                if len(below) < len(edges):
+                    self.to_leaf.add(node)
+                else:
+                    self.behind[node] = below[0] if len(below) == 1 else {k: w for of in below for k, w in of.items()}
+            elif node.name() == _LEAF:
                 variable = node.variable  # type: ignore[attr-defined]
                 if id(variable) in leaves:
                     self.to_leaf.add(node)
                 else:
-                    self._variables[node] = variable
-            elif any(child in self.to_leaf for child, _ in edges):
-                self.to_leaf.add(node)
+                    self._weights.add(node)
+                    self.behind[node] = {id(variable): variable}
+            else:
+                self.behind[node] = {}
 
     def divide(self) -> tuple[list[_Branch], dict[int, Tensor]]:
         """The branches weights can wait on, and the weights (by id) that must be done in the first half."""
-        parents: dict[tuple[Node, int], list[Node]] = defaultdict(list)
-        others: set[tuple[Node, int]] = set()
+        good: dict[_Edge, Node] = {}
+        rest: set[_Edge] = set()
         for node in self._order:
-            to_leaf = node in self.to_leaf
-            for child, number in self._edges[node]:
-                if not to_leaf:
-                    others.add((child, number))
-                elif child not in self.to_leaf:
-                    parents[child, number].append(node)
-        good = {
-            key: of[0]
-            for key, of in parents.items()
-            if len(of) == 1
-            and (_is_product(of[0]) or _can_wait(of[0]))
+            if node not in self.to_leaf:
+                continue
+            leaving = [edge for edge in self._edges[node] if edge[0] not in self.to_leaf]
+            waits = bool(leaving) and (_is_product(node) or _can_wait(node))
+            for edge in leaving:
+                if waits and edge not in good and edge not in rest:
+                    good[edge] = node
+                else:
+                    rest.add(edge)
+        if any(child not in self._weights for child, _ in good):
             # hooks on an expression of weights that is also used elsewhere want the sum of all ways
-            and (key not in others or key[0] in self._variables)
-        }
+            others = {edge for node in self.behind for edge in self._edges[node]}
+            rest |= {edge for edge in good if edge in others and edge[0] not in self._weights}
         while True:
+            for edge in rest:
+                good.pop(edge, None)
             now: dict[int, Tensor] = {}
-            for child, number in parents:
-                if (child, number) not in good:
-                    now.update((id(w), w) for w in self.weights_behind([child]))
+            for child, _ in rest:
+                now.update(self.behind[child])
             # a custom Function leaves all of its weights or none
-            torn = {node for node in good.values() if _can_wait(node) and any(id(w) in now for w in self._own(node))}
+            torn = {node for node in good.values() if _can_wait(node) and any(w in now for w in self._own(node))}
             if not torn:
-                return [_Branch(parent, GradientEdge(*key)) for key, parent in good.items()], now
-            good = {key: node for key, node in good.items() if node not in torn}
+                return [_Branch(parent, GradientEdge(*edge)) for edge, parent in good.items()], now
+            rest |= {edge for edge, node in good.items() if node in torn}
 
-    def _own(self, node: Node) -> list[Tensor]:
-        """Weights behind the branches of a node."""
-        return self.weights_behind(child for child, _ in self._edges[node] if child not in self.to_leaf)
+    def _own(self, node: Node) -> Iterator[int]:
+        """Weights (by id) behind the branches of a node."""
+        return (w for child, _ in self._edges[node] if child not in self.to_leaf for w in self.behind[child])
 
-    def weights_behind(self, starts: Iterable[Node]) -> list[Tensor]:
-        """Weights reached from nodes that no received value is reached from."""
-        found = [node for node in self._after_children(list(starts)) if node in self._variables]
-        return [self._variables[node] for node in found]
 
-    def _after_children(self, roots: Sequence[Node]) -> list[Node]:
-        """All nodes reached from the roots, every node after those it leads to."""
-        order: list[Node] = []
-        seen: set[Node] = set()
-        stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
-        while stack:
-            node, done = stack.pop()
-            if done:
-                order.append(node)
-            elif node not in seen:
-                seen.add(node)
-                edges = self._edges.get(node)
-                if edges is None:
-                    edges = self._edges[node] = [(child, n) for child, n in node.next_functions if child is not None]
-                if not edges:
-                    order.append(node)
-                    continue
-                stack.append((node, True))
-                stack.extend((child, False) for child, _ in edges if child not in seen)
-        return order
+def _after_children(roots: Sequence[Node], edges: dict[Node, list[_Edge]]) -> list[Node]:
+    """All nodes reached from the roots, every node after those it leads to. Fills in the edges of each."""
+    order: list[Node] = []
+    done: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        if node not in edges:
+            edges[node] = found = [(child, n) for child, n in node.next_functions if child is not None]
+            below = [child for child, _ in found if child not in edges]
+            if below:
+                stack += below
+                continue
+        stack.pop()
+        if node not in done:
+            done.add(node)
+            order.append(node)
+    return order
 
 
 def _is_product(node: Node) -> bool:
