@@ -153,11 +153,12 @@ class StageRun(Glue):
 
     def _resolve(self, args: Any, kwargs: Any, flat: bool | None = None) -> tuple[list[Any], Any, Any]:
         if _is_flat(args, kwargs) if flat is None else flat:
-            given = [self.value(x) if isinstance(x, Phantom) else x for x in args]
-            if not kwargs:
-                return given, tuple(given), kwargs
-            kwargs = {key: self._resolved(x) for key, x in kwargs.items()}
-            return [*given, *kwargs.values()], tuple(given), kwargs
+            leaves = [self.value(x) if isinstance(x, Phantom) else x for x in args]
+            args = tuple(leaves)
+            if kwargs:
+                kwargs = {key: self.value(x) if isinstance(x, Phantom) else x for key, x in kwargs.items()}
+                leaves += kwargs.values()
+            return leaves, args, kwargs
         leaves, spec = tree_flatten((args, kwargs))
         if any(isinstance(x, Phantom) for x in leaves):
             leaves = [self._resolved(x) for x in leaves]
