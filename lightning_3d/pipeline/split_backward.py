@@ -7,7 +7,8 @@ again from there, and follows only the edges that lead to weights. Nothing is co
 
 Custom autograd Functions that say so (`weights_can_wait`, the tensor-parallel column layers) leave their weights' part
 themselves. What cannot be divided without doing work twice stays in the first half: weights used by anything else
-(norms, other custom Functions, compiled blocks), and weights that are reached on several ways.
+(norms, other custom Functions, compiled blocks), and weights that are reached on several ways. So do parts that no
+received value is reached from, if a weight they share with the rest has a hook: it sees the sum.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Halves:
         self._waiting: list[Any] = []
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         graph = _Graph(self.roots, {id(leaf) for leaf in wanted})
-        self._to_leaf = graph.to_leaf
+        self._first = graph.first
         branches, now = graph.divide()
         half = self._half
         later: dict[int, Tensor] = {}
@@ -138,8 +139,8 @@ class Halves:
     def run(self, outputs: Sequence[tuple[GradientEdge, Tensor]]) -> WeightHalf:
         """Backward of the received values; their gradients are in `leaf.grad` afterwards. Returns the other half."""
         half = self._half
-        half.parts = [(edge, g) for edge, g in outputs if edge.node not in self._to_leaf]
-        rest = [(edge, g) for edge, g in outputs if edge.node in self._to_leaf]
+        half.parts = [(edge, g) for edge, g in outputs if edge.node not in self._first]
+        rest = [(edge, g) for edge, g in outputs if edge.node in self._first]
         if not rest:
             return half
         for node in self._waiting:
@@ -228,12 +229,13 @@ class _Graph:
 
     Attributes:
         to_leaf: Nodes from which a received value can be reached.
+        first: After `divide`, the roots whose backward belongs to the first half.
         behind: Every other node -> the weights that are reached from it, by id.
     """
 
     def __init__(self, roots: Sequence[Node], leaves: set[int]) -> None:
         self._edges: dict[Node, list[_Edge]] = {}  # asked for once: each time costs a new Python object
-        self._order = _after_children(roots, self._edges)
+        self._roots, self._order = roots, _after_children(roots, self._edges)
         self.to_leaf: set[Node] = set()
         self.behind: dict[Node, dict[int, Tensor]] = {}
         self._weights: set[Node] = set()
@@ -254,6 +256,7 @@ class _Graph:
                     self.behind[node] = {id(variable): variable}
             else:
                 self.behind[node] = {}
+        self.first = {root for root in roots if root in self.to_leaf}
 
     def divide(self) -> tuple[list[_Branch], dict[int, Tensor]]:
         """The branches weights can wait on, and the weights (by id) that must be done in the first half."""
@@ -269,14 +272,17 @@ class _Graph:
                     good[edge] = node
                 else:
                     rest.add(edge)
-        if any(child not in self._weights for child, _ in good):
-            # hooks on an expression of weights that is also used elsewhere want the sum of all ways
-            others = {edge for node in self.behind for edge in self._edges[node]}
-            rest |= {edge for edge in good if edge in others and edge[0] not in self._weights}
+        # Not what is also reached through an expression of weights: hooks on one want the sum of all ways, and what a
+        # product gives to a weight would be found with what comes to it through the products below.
+        others = {edge for node in self.behind for edge in self._edges[node]}
+        rest |= {e for e, node in good.items() if e in others and not (e[0] in self._weights and _can_wait(node))}
+        early: dict[int, Tensor] = {}
+        if len(self.first) < len(set(self._roots)):
+            early = self._hooked_parts({w for child, _ in [*good, *rest] for w in self.behind[child]})
         while True:
             for edge in rest:
                 good.pop(edge, None)
-            now: dict[int, Tensor] = {}
+            now = dict(early)
             for child, _ in rest:
                 now.update(self.behind[child])
             # a custom Function leaves all of its weights or none
@@ -284,6 +290,27 @@ class _Graph:
             if not torn:
                 return [_Branch(parent, GradientEdge(*edge)) for edge, parent in good.items()], now
             rest |= {edge for edge, node in good.items() if node in torn}
+
+    def _hooked_parts(self, weights: set[int]) -> dict[int, Tensor]:
+        """Weights (by id) of parts that share a weight with hooks with `weights`, or with another such part.
+
+        A hook must see the sum, so these parts belong to the first half.
+        """
+        early: dict[int, Tensor] = {}
+        parts = [root for root in self._roots if root in self.behind]
+        while parts:
+            found = [
+                root
+                for root in parts
+                if any(x._backward_hooks and (w in weights or w in early) for w, x in self.behind[root].items())
+            ]
+            if not found:
+                break
+            for root in found:
+                early.update(self.behind[root])
+            self.first.update(found)
+            parts = [root for root in parts if root not in self.first]
+        return early
 
     def _own(self, node: Node) -> Iterator[int]:
         """Weights (by id) behind the branches of a node."""
