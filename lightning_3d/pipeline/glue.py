@@ -30,7 +30,7 @@ from lightning_3d.pipeline.compiled import Uncompiled, enter_piece, leave_piece
 from lightning_3d.pipeline.events import Event, TensorMeta, Trace, Vid
 from lightning_3d.pipeline.holders import holders, set_slots, slots
 from lightning_3d.pipeline.packed import spelled_out
-from lightning_3d.pipeline.phantom import Phantom
+from lightning_3d.pipeline.phantom import Phantom, Turned
 from lightning_3d.pipeline.regions import checkpoint_regions
 from lightning_3d.probe import intercept_functions, parameters_shown
 from lightning_3d.wrapping import compiled_alone
@@ -75,7 +75,7 @@ class _Active:
         self._uncompiled.__exit__()
         _thread.glue = self._before
         if self._glue._turned:
-            self._glue.turn_back()
+            self._glue._turned.back()
 
 
 class _Paused:
@@ -118,7 +118,7 @@ class Glue(TorchFunctionMode, ABC):
         super().__init__()
         self.module, self.atoms = module, atoms
         self.n, self.inside, self.checkpointed = 0, 0, False
-        self._turned: list[tuple[Any, type]] = []
+        self._turned = Turned()
 
     # -- what an interpreter does
     @abstractmethod
@@ -176,13 +176,9 @@ class Glue(TorchFunctionMode, ABC):
         with surroundings(self.module, self.atoms), _Active(self):
             yield
 
-    def turn_back(self) -> None:
-        """Arguments that were changed in place are what they were."""
-        for tensor, kind in reversed(self._turned):
-            tensor.__class__ = kind
-            tensor.__dict__.pop("run", None)
-            tensor.__dict__.pop("vid", None)
-        self._turned.clear()
+    def lasting(self, values: Any) -> Any:
+        """What an activation checkpoint is given to keep for its recomputation."""
+        return self._turned.lasting(values, self.phantom) if self._turned else values
 
     # -- results of events that are not computed here
     def phantom(self, vid: Vid) -> Phantom:
@@ -220,9 +216,7 @@ class Glue(TorchFunctionMode, ABC):
     def _turn(self, tensor: Any, vid: Vid) -> None:
         """An argument was changed in place: from now on it is another tracked value."""
         if not isinstance(tensor, Phantom):
-            self._turned.append((tensor, tensor.__class__))
-            tensor.__class__ = Phantom
-            tensor.run = self
+            self._turned.turn(tensor, self)
         tensor.vid = vid
 
     def _hook_arguments(self, leaves: list[Any], spec: Any) -> Any:

@@ -2,11 +2,12 @@
 
 `Phantom`: a tracked value of another stage: shape, dtype, device, no storage. Glue code passes it around; an operation
 on it before the window is not computed at all, one inside the window uses the received value. (For a parameter of
-another stage: `absent.py`.)
+another stage: `absent.py`.) `Turned`: tensors that become one for a while.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -75,3 +76,43 @@ class Phantom(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Phantom(value {self.vid}, {tuple(self.size())})"
+
+
+class Turned:
+    """Plain tensors of glue code that tracked values changed in place: they stand for those till the step ends."""
+
+    def __init__(self) -> None:
+        self._kinds: list[tuple[Any, type]] = []
+        self._kept: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._kinds)
+
+    def turn(self, tensor: Any, run: Resolver) -> None:
+        """From now on it is a phantom; its `vid` is to be set."""
+        self._kinds.append((tensor, tensor.__class__))
+        tensor.__class__ = Phantom
+        tensor.run = run
+
+    def back(self) -> None:
+        """All are what they were before they were changed."""
+        for tensor, kind in reversed(self._kinds):
+            tensor.__class__ = kind
+            tensor.__dict__.pop("run", None)
+            tensor.__dict__.pop("vid", None)
+        self._kinds.clear()
+
+    def lasting(self, values: Any, phantom: Callable[[Vid], Phantom]) -> Any:
+        """What an activation checkpoint keeps of its arguments: phantoms in place of what will be turned back."""
+        leaves, spec = tree_flatten(values)
+        self._kept = [x for x in leaves if self._has(x)]
+        if not self._kept:
+            return values
+        return tree_unflatten([phantom(x.vid) if self._has(x) else x for x in leaves], spec)
+
+    def is_fleeting(self, value: Any) -> bool:
+        """Whether it is one of them, and the checkpoint that was made last does not keep what it stands for."""
+        return self._has(value) and not any(value is x for x in self._kept)
+
+    def _has(self, value: Any) -> bool:
+        return any(value is tensor for tensor, _ in self._kinds)

@@ -27,6 +27,7 @@ def checkpoint_regions(current: Callable[[], Any]) -> SharedPatch:
         if glue is None or glue.inside:
             yield from _original(function, *args, **kwargs)
             return
+        args, kwargs = glue.lasting((args, kwargs))  # the forward itself has the user's
         with glue.on_region():
             yield from _original(_as_glue(function), *args, **kwargs)
 

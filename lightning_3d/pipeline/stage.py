@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_3d.absence import function_name
-from lightning_3d.errors import DivergedError
+from lightning_3d.errors import DivergedError, PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.absent import is_absent
 from lightning_3d.pipeline.carried import replace_phantoms
@@ -88,7 +88,7 @@ class StageRun(Glue):
     def run(self, step: Callable[[], Any], surrounded: bool = False) -> Any:
         """Call the user's step; returns its result in the last window, None in the others."""
         try:
-            with naming_the_line(DivergedError), self.active(surrounded):
+            with naming_the_line(DivergedError, PipelineError), self.active(surrounded):
                 out = step()
         except Unwind:
             out = None
@@ -126,6 +126,13 @@ class StageRun(Glue):
     def value(self, phantom: Phantom) -> Any:
         """The received value; to be asked for while the interpreter is paused."""
         vid = phantom.vid
+        if self._in_region and self._turned.is_fleeting(phantom):
+            raise PipelineError(
+                f"an activation checkpoint in {self.trace.step} uses a tensor that the step changed in place before "
+                f"({self._described(vid)}), and that is not among its arguments. The checkpoint computes once more in "
+                "the backward, when that tensor is what it was before the change. Give it as an argument: "
+                "checkpoint(function, tensor, use_reentrant=False); or make a new tensor (x = x + y, not x.add_(y))."
+            )
         if vid in self._entries:
             return self._entries[vid]
         if self._fetch is not None:

@@ -246,6 +246,21 @@ def _twice(net: Net, batch: Any, batch_idx: int) -> Tensor:
     return (net(batch[0]) - net(batch[0].flip(0))).pow(2).mean()
 
 
+def _checkpoint_of_changed(given: bool) -> Body:
+    """A plain tensor is changed in place by a value of the model, and a checkpoint uses it."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = net.inp(x)
+        for block in net.blocks:
+            t = torch.full((len(x), 16), 0.3, dtype=x.dtype)
+            t.add_(h)
+            f = lambda t, block=block: torch.tanh(block(t)) * t  # noqa: E731
+            h = checkpoint(f, t, use_reentrant=False) if given else checkpoint(lambda: f(t), use_reentrant=False)  # noqa: B023
+        return net.out(h)
+
+    return body
+
+
 WORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": net(),
     "list_argument": net(_list_argument, AppendsToList),
@@ -256,6 +271,7 @@ WORKS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint_closure": net(
         _each(lambda net, x, block, j: checkpoint(lambda: torch.tanh(block(x)) + x, use_reentrant=False))
     ),
+    "checkpoint_of_what_was_changed_in_place": net(_checkpoint_of_changed(given=True)),
     "checkpoint_segments_with_dropout": net(_segments),
     "where": net(_each(lambda net, x, block, j: torch.where(x > 0, block(x), x))),
     "untaken_branch": net(_each(lambda net, x, block, j: x if x.norm() > 1e6 else torch.tanh(block(x)))),
@@ -413,6 +429,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         net(_each(lambda net, x, block, j: checkpoint(block, x, use_reentrant=True))),
         PipelineError,
         "use_reentrant=False",
+    ),
+    "checkpoint_over_what_was_changed_in_place": (
+        net(_checkpoint_of_changed(given=False)),
+        PipelineError,
+        "Give it as an argument",
     ),
     "value_shape_before_a_cut": (
         net(_each(lambda net, x, block, j: block(F.pad(x[:, x.mean(0) > 0], (0, 16))[:, :16]))),
