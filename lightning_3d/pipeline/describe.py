@@ -87,8 +87,9 @@ def _mutations(
             )
         if isinstance(changed, Phantom):
             run.trace.overwritten.add(changed.vid)
-        if id(changed) in run.buffers:
-            run.trace.buffer_writes[run.buffers[id(changed)]] = n
+        for buffer in run.shared.names(changed):
+            run.trace.buffer_writes[buffer] = n
+        run.shared.changed(changed, event.name)
         run.trace.meta[vid] = TensorMeta.of(x)
         fresh[vid] = _faked(run, x)
         for reference in run._aliases[sharding.local(x).untyped_storage()._cdata]:

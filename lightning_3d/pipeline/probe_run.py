@@ -48,6 +48,7 @@ from lightning_3d.pipeline.probe_atom import NO_FAKE_RUN, AtomExecution, Operati
 from lightning_3d.pipeline.probe_before import attributes_of, buffers_of, differ, kept_tensors, shares_memory
 from lightning_3d.pipeline.probe_net import check_transforms, converted, of_the_user
 from lightning_3d.pipeline.rng import Randomness, Seeds
+from lightning_3d.pipeline.shared_memory import SharedMemory
 from lightning_3d.probe import VALUE_READS, Answers, FakeParameters, own_parameters
 from lightning_3d.where import current_line
 
@@ -91,7 +92,7 @@ class TraceRun(Glue):
         answers.refusal = PipelineError
         self.randomness, self.device = randomness, randomness.device
         self._in_region = False
-        self.buffers = {id(x): name for name, x in kept_tensors(module).items()}
+        self.shared = SharedMemory(kept_tensors(module))
         self.fake_of: dict[Vid, Tensor] = {}
         self._aliases: dict[Any, list[weakref.ref[Phantom]]] = defaultdict(list)
         self._touched_inside: set[Vid] = set()
@@ -152,7 +153,9 @@ class TraceRun(Glue):
             return self.fake_of[x.vid]
         if not isinstance(x, Tensor) or isinstance(sharding.local(x), FakeTensor) or sharding.placement(x) is not None:
             return x
-        return self.fakes.mode.from_tensor(x)
+        # not as a part of a larger one, of which another part may have become a value that requires grad
+        alone = x._is_view() and not x.requires_grad
+        return self.fakes.mode.from_tensor(x.detach() if alone else x)
 
     # -- events
     def _begin(self, name: str, kind: Any, leaves: list[Any]) -> tuple[int, Event]:
@@ -184,15 +187,18 @@ class TraceRun(Glue):
                     f"{name} uses a value that left a module through a global variable or a closure. A pipeline cannot "
                     "see it: return it from the module, or keep it in an attribute of that module."
                 )
-            if id(x) in self.buffers:
-                self.trace.buffer_reads[self.buffers[id(x)]].append(n)
+            for buffer in self.shared.names(x):
+                self.trace.buffer_reads[buffer].append(n)
         return n, event
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         n, event = self._begin(function_name(func), "local", leaves)
         if not event.reads and not event.params:
-            return self._local(func, args, kwargs, n, event)
+            out = self._local(func, args, kwargs, n, event)
+            self.shared.check(event.name, leaves, out)
+            return out
+        self.shared.check(event.name, leaves)
         if event.name == "backward" or func is torch.autograd.grad:
             raise PipelineError(
                 f"{self.trace.step} calls {event.name}() itself (manual optimization, or a gradient penalty). That is "
@@ -302,6 +308,7 @@ class TraceRun(Glue):
         with self.paused():
             leaves, spec = tree_flatten((args, kwargs))
             n, event = self._begin("atom:" + name, "atom", leaves)
+            self.shared.check(event.name, leaves)
             weights = own_parameters(module)
             event.params = {self.fakes.names[id(p)] for p in weights if id(p) in self.fakes.names}
             check_transforms(repr(name), weights, lambda _: True)

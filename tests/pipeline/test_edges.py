@@ -261,6 +261,29 @@ def _checkpoint_of_changed(given: bool) -> Body:
     return body
 
 
+def _part_of_plain(again: Callable[[Tensor, Tensor], Tensor]) -> Body:
+    """Values of the model are put into a part of a plain tensor, and `again` uses the tensor and that part."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = net.inp(x)
+        plain = torch.full((len(x), 16), 0.3, dtype=x.dtype)
+        part = plain[:, 2:6]
+        part.mul_(h[:, :4])
+        for block in net.blocks:
+            h = torch.tanh(block(h)) + again(plain, part)
+        return net.out(h)
+
+    return body
+
+
+def _part_put_back(net: Net, x: Tensor) -> Tensor:
+    h, plain = net.inp(x), torch.full((len(x), 16), 0.3, dtype=x.dtype)
+    plain[:, 2:6] *= h[:, :4]
+    for block in net.blocks:
+        h = torch.tanh(block(h)) + plain
+    return net.out(h)
+
+
 WORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": net(),
     "list_argument": net(_list_argument, AppendsToList),
@@ -276,6 +299,8 @@ WORKS: dict[str, Callable[[], nn.Module]] = {
     "where": net(_each(lambda net, x, block, j: torch.where(x > 0, block(x), x))),
     "untaken_branch": net(_each(lambda net, x, block, j: x if x.norm() > 1e6 else torch.tanh(block(x)))),
     "set_item": net(_each(_set_item)),
+    "part_of_a_plain_tensor": net(_part_of_plain(lambda plain, part: part.repeat(1, 4) + plain[:, 6:7])),
+    "part_of_a_plain_tensor_put_back": net(_part_put_back),
     "chunks_iteration_einsum": net(_each(_chunks)),
     "in_place": net(_each(lambda net, x, block, j: block(x).mul_(0.9).add_(x))),
     "integer_from_values": net(_integer),
@@ -434,6 +459,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         net(_checkpoint_of_changed(given=False)),
         PipelineError,
         "Give it as an argument",
+    ),
+    "plain_tensor_of_which_a_part_was_changed": (
+        net(_part_of_plain(lambda plain, part: plain * 2)),
+        PipelineError,
+        "elements in common with one which mul_ changed",
     ),
     "value_shape_before_a_cut": (
         net(_each(lambda net, x, block, j: block(F.pad(x[:, x.mean(0) > 0], (0, 16))[:, :16]))),
