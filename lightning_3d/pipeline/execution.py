@@ -22,7 +22,7 @@ from lightning_3d.pipeline.glue_state import GlueState
 from lightning_3d.pipeline.looks import open_modules
 from lightning_3d.pipeline.partition import Partition
 from lightning_3d.pipeline.rng import Randomness, Seeds
-from lightning_3d.pipeline.split_backward import Halves, WeightHalf, backward_from, edge_of
+from lightning_3d.pipeline.split_backward import Halves, WeightHalf, backward_from, edge_of, leads_back
 from lightning_3d.pipeline.stage import StageRun
 from lightning_3d.pipeline.step_values import StepValues
 from lightning_3d.probe import ModuleState
@@ -125,7 +125,7 @@ class Live:
     later: WeightHalf | None = None
 
     def __post_init__(self) -> None:
-        self.edges = {vid: edge_of(x) for vid, x in self.run.captured.items() if x.requires_grad}
+        self.edges = {vid: edge_of(x) for vid, x in self.run.captured.items() if leads_back(x)}
 
 
 def forward(

@@ -345,6 +345,11 @@ def _can_wait(node: Node) -> bool:
     return getattr(getattr(node, "_forward_cls", None), "weights_can_wait", False)
 
 
+def leads_back(tensor: Tensor) -> bool:
+    """Whether a gradient of it goes anywhere. A view made under `no_grad` says it requires grad, and has no graph."""
+    return tensor.requires_grad and not (tensor.grad_fn is None and tensor._is_view())
+
+
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Where the backward of a tensor begins; keeps the graph, but not the tensor's memory."""
     node: Any = tensor.grad_fn

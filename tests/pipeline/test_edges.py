@@ -284,11 +284,21 @@ def _part_put_back(net: Net, x: Tensor) -> Tensor:
     return net.out(h)
 
 
+def _view_under_no_grad(net: Net, x: Tensor) -> Tensor:
+    h = net.inp(x)
+    with torch.no_grad():
+        view = h[:, :1]
+    for block in net.blocks:
+        h = torch.tanh(block(h)) * view
+    return net.out(h)
+
+
 WORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": net(),
     "list_argument": net(_list_argument, AppendsToList),
     "object_argument": net(_object_argument, ChangesObject),
     "ema_buffer": net(_ema_buffer),
+    "view_under_no_grad": net(_view_under_no_grad),
     "view_changed_in_place": net(_view_changed_in_place),
     "overwritten_after_it_was_read": net(_overwritten_after_it_was_read),
     "checkpoint_closure": net(
