@@ -176,9 +176,9 @@ class Glue(TorchFunctionMode, ABC):
         with surroundings(self.module, self.atoms), _Active(self):
             yield
 
-    def lasting(self, values: Any) -> Any:
-        """What an activation checkpoint is given to keep for its recomputation."""
-        return self._turned.lasting(values, self.phantom) if self._turned else values
+    def keeping(self, values: Any) -> AbstractContextManager[Any]:
+        """Around the forward of an activation checkpoint; gives what it is to keep of its arguments."""
+        return self._turned.keeping(values, self.phantom)
 
     # -- results of events that are not computed here
     def phantom(self, vid: Vid) -> Phantom:

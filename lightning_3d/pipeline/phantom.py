@@ -7,7 +7,8 @@ another stage: `absent.py`.) `Turned`: tensors that become one for a while.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -102,16 +103,22 @@ class Turned:
             tensor.__dict__.pop("vid", None)
         self._kinds.clear()
 
-    def lasting(self, values: Any, phantom: Callable[[Vid], Phantom]) -> Any:
-        """What an activation checkpoint keeps of its arguments: phantoms in place of what will be turned back."""
+    @contextmanager
+    def keeping(self, values: Any, phantom: Callable[[Vid], Phantom]) -> Iterator[Any]:
+        """Around the forward of an activation checkpoint with these arguments.
+
+        Gives what it is to keep of them for its recomputation: phantoms in place of what will be turned back.
+        """
         leaves, spec = tree_flatten(values)
-        self._kept = [x for x in leaves if self._has(x)]
-        if not self._kept:
-            return values
-        return tree_unflatten([phantom(x.vid) if self._has(x) else x for x in leaves], spec)
+        kept = [x for x in leaves if self._has(x)]
+        self._kept += kept
+        try:
+            yield tree_unflatten([phantom(x.vid) if self._has(x) else x for x in leaves], spec) if kept else values
+        finally:
+            del self._kept[len(self._kept) - len(kept) :]
 
     def is_fleeting(self, value: Any) -> bool:
-        """Whether it is one of them, and the checkpoint that was made last does not keep what it stands for."""
+        """Whether it is one of them, and no checkpoint that is open keeps what it stands for."""
         return self._has(value) and not any(value is x for x in self._kept)
 
     def _has(self, value: Any) -> bool:

@@ -198,6 +198,8 @@ class TraceRun(Glue):
             out = self._local(func, args, kwargs, n, event)
             self.shared.check(event.name, leaves, out)
             return out
+        if func is Tensor.__setitem__:
+            self.shared.put(*args)
         self.shared.check(event.name, leaves)
         if event.name == "backward" or func is torch.autograd.grad:
             raise PipelineError(

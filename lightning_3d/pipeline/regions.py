@@ -27,9 +27,8 @@ def checkpoint_regions(current: Callable[[], Any]) -> SharedPatch:
         if glue is None or glue.inside:
             yield from _original(function, *args, **kwargs)
             return
-        args, kwargs = glue.lasting((args, kwargs))  # the forward itself has the user's
-        with glue.on_region():
-            yield from _original(_as_glue(function), *args, **kwargs)
+        with glue.on_region(), glue.keeping((args, kwargs)) as (kept, named):  # the forward itself has the user's
+            yield from _original(_as_glue(function), *kept, **named)
 
     return SharedPatch(
         lambda: setattr(torch_checkpoint, _name, generator), lambda: setattr(torch_checkpoint, _name, _original)

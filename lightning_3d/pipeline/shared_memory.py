@@ -18,6 +18,9 @@ from lightning_3d.errors import PipelineError
 from lightning_3d.pipeline import sharding
 from lightning_3d.pipeline.phantom import Phantom
 
+_BASIC = (int, slice, type(None), type(Ellipsis))
+"""Indices that make a view."""
+
 
 class SharedMemory:
     """The plain tensors of one step that values of the model were put into, and the tensors that modules keep.
@@ -46,6 +49,13 @@ class SharedMemory:
         if _is_plain(x):
             self._changed.append((x.detach(), x, event))
 
+    def put(self, whole: Any, index: Any, value: Any) -> None:
+        """`whole[index] = value` is about to happen: `x[i] *= y` ends with putting the part where it came from."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if self._changed and _is_plain(whole) and all(isinstance(i, _BASIC) for i in parts):
+            here = whole[index]
+            self._changed = [c for c in self._changed if c[1] is not value or not _same_place(here, c[0])]
+
     def check(self, event: str, leaves: list[Any], out: Any = None) -> None:
         """Raise if an event uses a plain tensor with elements of one that was changed.
 
@@ -59,9 +69,6 @@ class SharedMemory:
         """
         if not self._changed:
             return
-        if event == "__setitem__":  # x[i] *= y ends with putting the changed part where it came from
-            put = leaves[-1]
-            self._changed = [c for c in self._changed if c[1] is not put or not _is_plain(leaves[0])]
         for x in leaves:
             part = _is_plain(x) and _is_plain(out) and out is not x and _storage(out) == _storage(x)
             for before, _, changed_by in self._changed if _is_plain(x) and not part else ():
@@ -73,6 +80,13 @@ class SharedMemory:
                         "before (t[:, 2:4] = y, or t[:, 2:4] *= y, but not t[:, 2:4].mul_(y) or t.data.mul_(y)), or "
                         "make a new one."
                     )
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    return _storage(a) == _storage(b) and all(
+        f(a) == f(b) for f in (Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.element_size)
+    )
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

@@ -7,7 +7,7 @@ Where a number comes from and how well it does: docs/planner.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_3d.errors import ConfigurationError, near
 
@@ -169,6 +169,10 @@ class Software:
     speed: float = 0.93
 
 
+_COMPILED = Software(gathers_once=True, logits=14.0, ring=0.6, elementwise=0.8, speed=0.84)
+# FSDP2 with DTensor, logits gathered and left in bf16 (KempnerForge)
+_DTENSOR = Software(gathers_once=True, adds_whole=True, logits=8.0, whole_logits=True, whole_embedding=True, ring=0.6)
+
 SOFTWARE: dict[str, Software] = {
     # PyTorch modules, eager, scaled_dot_product_attention; gradients reduced while the backward runs
     "lightning_3d": Software(
@@ -233,38 +237,13 @@ SOFTWARE: dict[str, Software] = {
     "torchtitan": Software(
         fused_gate=False, gathers_once=True, logits=14.0, ring=0.6, elementwise=1.7, host=200e-6, speed=0.85
     ),
-    "torchtitan-compile": Software(gathers_once=True, logits=14.0, ring=0.6, elementwise=0.8, speed=0.84),
-    "torchtitan-async": Software(
-        gathers_once=True, logits=14.0, ring=0.6, elementwise=0.8, tensor_overlap=0.35, speed=0.84
-    ),
+    "torchtitan-compile": _COMPILED,
+    "torchtitan-async": replace(_COMPILED, tensor_overlap=0.35),
     # since April 2025 the loss is compiled, too (torchtitan #1033): of logits only bf16 ones and their gradients exist
-    "torchtitan-2025": Software(gathers_once=True, logits=4.0, ring=0.6, elementwise=0.8, speed=0.84),
-    "torchtitan-2025-async": Software(
-        gathers_once=True, logits=4.0, ring=0.6, elementwise=0.8, tensor_overlap=0.35, speed=0.84
-    ),
-    # FSDP2 with DTensor, logits gathered and left in bf16 (KempnerForge)
-    "dtensor": Software(
-        fused_gate=False,
-        gathers_once=True,
-        adds_whole=True,
-        logits=8.0,
-        whole_logits=True,
-        whole_embedding=True,
-        ring=0.6,
-        elementwise=1.7,
-        host=200e-6,
-        speed=0.83,
-    ),
-    "dtensor-compile": Software(
-        gathers_once=True,
-        adds_whole=True,
-        logits=8.0,
-        whole_logits=True,
-        whole_embedding=True,
-        ring=0.6,
-        elementwise=0.8,
-        speed=0.89,
-    ),
+    "torchtitan-2025": replace(_COMPILED, logits=4.0),
+    "torchtitan-2025-async": replace(_COMPILED, logits=4.0, tensor_overlap=0.35),
+    "dtensor": replace(_DTENSOR, fused_gate=False, elementwise=1.7, host=200e-6, speed=0.83),
+    "dtensor-compile": replace(_DTENSOR, elementwise=0.8, speed=0.89),
     "nanotron": Software(
         fused_gate=False,
         logits=9.0,

@@ -128,7 +128,7 @@ def _stage(run: Run, works: tuple[Work, ...], windows: list[tuple[int, ...]], li
         sum(count * works[kind].params.frozen for kind, count in here.items()),
     )
     if run.chain.tied and ends[1] in here and ends[0] not in here:
-        tied = run.chain.embedding_params / run.candidate.layout.tp
+        tied = run.chain.embedding_params / (1 if run.setting.whole_head else run.candidate.layout.tp)
         params = Params(params.dense + tied, params.experts, params.frozen)
     held = model_states(run, params)
     activations = 0.0

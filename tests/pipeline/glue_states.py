@@ -181,6 +181,15 @@ def averages_in_place(module: Any, h: Tensor) -> Tensor:
     return h - module.average[0]
 
 
+def changes_parts(module: Any, h: Tensor) -> Tensor:
+    """Through a view and through `.data`."""
+    out = h + 0.3 * module.bank[1, :6] - module.middle
+    with torch.no_grad():
+        module.bank[1, :6].copy_(h.mean(0))
+        module.middle.data.lerp_(h.mean(0), 0.3)
+    return out
+
+
 def lists(module: Any, h: Tensor) -> Tensor:
     for before in module.past[-2:]:
         h = h + 0.1 * before["h"]
@@ -238,6 +247,7 @@ KINDS: dict[str, Callable[[], Remembers]] = {
     "mean in the middle": lambda: Remembers(behind=decays),
     "hidden of the batch before": lambda: Remembers(behind=goes_on_in_the_middle),
     "mean assigned in the middle": lambda: Remembers(behind=averages),
+    "parts of buffers": lambda: Remembers(behind=changes_parts),
     "mean in an attribute": lambda: Remembers(behind=averages_in_place),
     "list of hidden": lambda: Remembers(behind=lists),
     "from the middle to the start": lambda: Remembers(uses_hidden, behind=keeps_hidden),

@@ -276,6 +276,30 @@ def _part_of_plain(again: Callable[[Tensor, Tensor], Tensor]) -> Body:
     return body
 
 
+def _part_put_elsewhere(net: Net, x: Tensor) -> Tensor:
+    h, plain, other = net.inp(x), torch.ones(len(x), 16, dtype=x.dtype), torch.ones(len(x), 16, dtype=x.dtype)
+    part = plain[:, 2:6]
+    part.mul_(h[:, :4])
+    other[:, 2:6] = part
+    for block in net.blocks:
+        h = block(h) + other + plain
+    return net.out(h)
+
+
+def _nested_checkpoints(net: Net, x: Tensor) -> Tensor:
+    """The outer one goes on with its argument after the inner one."""
+    h = net.inp(x)
+    for block in net.blocks:
+        t = torch.full((len(x), 16), 0.3, dtype=x.dtype)
+        t.add_(h)
+
+        def outer(t: Tensor, block: nn.Module = block) -> Tensor:
+            return checkpoint(torch.tanh, block(t), use_reentrant=False) * t
+
+        h = checkpoint(outer, t, use_reentrant=False)
+    return net.out(h)
+
+
 def _part_put_back(net: Net, x: Tensor) -> Tensor:
     h, plain = net.inp(x), torch.full((len(x), 16), 0.3, dtype=x.dtype)
     plain[:, 2:6] *= h[:, :4]
@@ -305,6 +329,7 @@ WORKS: dict[str, Callable[[], nn.Module]] = {
         _each(lambda net, x, block, j: checkpoint(lambda: torch.tanh(block(x)) + x, use_reentrant=False))
     ),
     "checkpoint_of_what_was_changed_in_place": net(_checkpoint_of_changed(given=True)),
+    "checkpoint_in_a_checkpoint_of_what_was_changed": net(_nested_checkpoints),
     "checkpoint_segments_with_dropout": net(_segments),
     "where": net(_each(lambda net, x, block, j: torch.where(x > 0, block(x), x))),
     "untaken_branch": net(_each(lambda net, x, block, j: x if x.norm() > 1e6 else torch.tanh(block(x)))),
@@ -475,6 +500,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         PipelineError,
         "elements in common with one which mul_ changed",
     ),
+    "part_put_elsewhere": (net(_part_put_elsewhere), PipelineError, "elements in common with one which mul_ changed"),
     "value_shape_before_a_cut": (
         net(_each(lambda net, x, block, j: block(F.pad(x[:, x.mean(0) > 0], (0, 16))[:, :16]))),
         PipelineError,
